@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeline.errors import SplitError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, trainer, weights
 
@@ -94,13 +93,18 @@ class Halved(Tasks):
         return loss + mse_loss(second(h[own]), y[own]) / 3.0 if own.any() else loss / 2.0
 
 
-def test_a_loss_that_is_made_otherwise_without_a_task_is_refused() -> None:
+def fitted_halved(pipeline: dict[str, Any] | None) -> Any:
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 5))
     data = TensorDataset(x, y, torch.tensor([0, 0, 0, 1, 0, 0, 0, 0]))
-    run = trainer({"stages": 1, "num_microbatches": 2}, max_epochs=1, limit_val_batches=0)
-    with pytest.raises(SplitError, match="a micro-batch calls other functions"):
-        run.fit(Halved("summed", 5, 2), DataLoader(data, batch_size=8))
+    module, run = Halved("summed", 5, 2), trainer(pipeline, max_epochs=2, limit_val_batches=0)
+    run.fit(module, DataLoader(data, batch_size=8))
+    return weights(module), {key: float(value) for key, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_loss_that_is_made_otherwise_without_a_task_is_made_as_the_batch_has_it(parts: int) -> None:
+    assert_same(fitted_halved({"stages": 1, "num_microbatches": parts}), fitted_halved(None))
 
 
 class Decides(Regression):

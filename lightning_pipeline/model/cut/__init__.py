@@ -5,6 +5,7 @@ from lightning_pipeline.model.cut.advice import too_large
 from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.growth import ModuleTree
 from lightning_pipeline.model.cut.partitioning import Partition, misfit, partition, unit_costs, value_sizes
+from lightning_pipeline.model.cut.reads import Reads
 from lightning_pipeline.model.cut.table import (
     StageRow,
     StageTable,
@@ -37,6 +38,7 @@ __all__ = [
     "Microbatch",
     "ModuleTree",
     "Partition",
+    "Reads",
     "Route",
     "StageActivations",
     "StageDone",

@@ -302,7 +302,8 @@ class StepRoutes:
         self._numbers: dict[str, Place] = {}
         self.decided: dict[Hashable, Route] = {}
         self.by_reads: dict[Hashable, Route | None] = {}
-        self.by_form: dict[Hashable, tuple[Route, tuple[bool, ...]]] = {}
+        self.by_form: dict[Hashable, tuple[Route, tuple[bool, ...], int]] = {}
+        self.called_by: dict[Hashable, int] = {}  # what tells the functions called, by what was read
         self._modules = modules
         self.index_tried = False
         self.called: set[int] = set()
@@ -428,6 +429,7 @@ class StepRoutes:
         """
         self.decided.clear()
         self.by_reads.clear()
+        self.called_by.clear()
         self.by_form.clear()
         for route in routes:
             if route.number == self.base.number:

@@ -253,8 +253,8 @@ class MetricCalls:
         self._values: dict[int, tuple[Any, Bent]] = {}
         self._originals: dict[int, dict[str, Callable[..., Any]]] = {}
         self._of_whole: dict[int, list[tuple[str, Any]]] = {}
-        self._ways: dict[tuple[str, int, int], Way] = {}
-        self._one_by_one: dict[tuple[str, int], bool] = {}
+        self._ways: dict[tuple[str, int, int, str], Way] = {}
+        self._one_by_one: dict[tuple[str, int | type], bool] = {}  # by the metric, and by its kind
         self._more_often: dict[tuple[str, int], bool] = {}
         self._only_updates: dict[tuple[str, int], bool] = {}
         self._drafts: dict[int, tuple[AnyMetric, Any]] = {}
@@ -381,11 +381,15 @@ class MetricCalls:
             return False
         if not sums_samples(metric) or goes_by_call(metric, arguments):
             return False
-        key = self._step, id(metric), nth
-        whole = self._of_whole.get(id(metric), [])
-        if nth < len(whole):
-            self._ways[key] = way_of([kept(arguments)], whole[nth][1], self._sizes)
+        key, whole = (self._step, id(metric), nth, "update"), self._given_to_whole(metric, nth, "update")
+        if whole is not None:
+            self._ways[key] = way_of([kept(arguments)], whole, self._sizes)
         return key in self._ways and self._ways[key].is_of_samples
+
+    def _given_to_whole(self, metric: AnyMetric, nth: int, method: str) -> Any:
+        """What the step of the whole batch has given to this call; None where it has made another."""
+        calls = self._of_whole.get(id(metric), [])
+        return calls[nth][1] if nth < len(calls) and calls[nth][0] == method else None
 
     def _forward(self, line: _Line, nth: int, args: Any, kwargs: Any) -> Any:
         """The value of the micro-batch alone; nan where its samples are too few for one, as for `R2Score`."""
@@ -492,12 +496,17 @@ class MetricCalls:
         return line.answers[nth]
 
     def _is_one_by_one(self, line: _Line) -> bool:
-        """Whether the whole batch's step calls the metric for each sample, or part of it."""
+        """Whether the whole batch's step calls the metric for each sample, or part of it.
+
+        A batch tells where several micro-batches call it; until one has, others of its kind do.
+        """
         key, found = (self._step, id(line.metric)), self._of_whole.get(id(line.metric))
+        kind = self._step, type(line.metric)
         counts = [line.counts[number] for number in range(len(self._sizes))]
-        if found is not None:
-            self._one_by_one[key] = len(found) == sum(counts) > max(counts)
-        return self._one_by_one.get(key, len(set(counts)) > 1 and counts == self._sizes)
+        if found is not None and sum(counts) > max(counts):
+            self._one_by_one[key] = self._one_by_one[kind] = len(found) == sum(counts)
+        usual = len(set(counts)) > 1 and counts == self._sizes
+        return self._one_by_one.get(key, self._one_by_one.get(kind, usual))
 
     def _is_called_more(self, line: _Line) -> bool:
         """Whether the whole batch's step calls it more often than a micro-batch's, not for samples alone."""
@@ -517,7 +526,7 @@ class MetricCalls:
         try:
             if self._is_called_more(line) or any(call.method != calls[0].method for call in calls):
                 raise DifferentWaysError  # one device calls it more often, some of it for each sample
-            arguments = self._joined(metric, [call.arguments for call in calls], nth, sizes)
+            arguments = self._joined(metric, calls, nth, sizes)
         except (DifferentWaysError, LookupError, RuntimeError, TypeError, ValueError):
             if not sums_samples(metric) or any(goes_by_call(metric, given(c.arguments)) for c in calls):
                 self._doubt(metric)
@@ -532,10 +541,11 @@ class MetricCalls:
         }
         return {"value": value, "cache": caches}
 
-    def _joined(self, metric: AnyMetric, values: list[Any], nth: int, sizes: list[int]) -> Any:
-        key, whole = (self._step, id(metric), nth), self._of_whole.get(id(metric), [])
-        if nth < len(whole) or key not in self._ways:
-            self._ways[key] = way_of(values, whole[nth][1] if nth < len(whole) else None, sizes)
+    def _joined(self, metric: AnyMetric, calls: list[_Call], nth: int, sizes: list[int]) -> Any:
+        values, method = [call.arguments for call in calls], calls[0].method
+        key, whole = (self._step, id(metric), nth, method), self._given_to_whole(metric, nth, method)
+        if whole is not None or key not in self._ways:
+            self._ways[key] = way_of(values, whole, sizes)
         if not self._ways[key].is_joined:
             raise DifferentWaysError
         return join(values, self._ways[key], sizes, partial(self._doubt, metric))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lightning_pipeline.model.mixing.looks import AsGiven, Reached
 from lightning_pipeline.model.mixing.meetings import Meetings, Met, name_of
-from lightning_pipeline.model.mixing.rows import Functions, Rows, Seen, decided_between, goes_by_sizes
+from lightning_pipeline.model.mixing.rows import Functions, Rows, Seen, decided_between
+from lightning_pipeline.model.mixing.sums import goes_by_sizes
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 
 
@@ -50,14 +51,14 @@ class Comparison:
         self._run(part, seen, lambda given: given)
         return seen.is_so
 
-    def lines(self, number: int, *, steered: bool) -> dict[str, tuple[str, int]]:
+    def lines(self, number: int, *, decides: bool) -> dict[str, tuple[str, int]]:
         """Lines at which it mixes samples, by which function, and how many calls of units there had been.
 
         Args:
             number: Of the micro-batch because of which it is looked at.
-            steered: Whether the step reads numbers of the batch.
+            decides: Whether it may be decided by the batch what it does.
         """
-        found = self._decided() if steered else {}
+        found = self._decided() if decides else {}
         if found:
             return found
         whole = self._reached(None)
@@ -65,15 +66,17 @@ class Comparison:
         return self._placed(whole) or self.lines_of(own, whole if own is None else None)
 
     def _decided(self) -> dict[str, tuple[str, int]]:
-        whole = self._seen(None, Seen(self._elsewhere))
-        parts = []
+        whole, parts = self._seen(None, Seen(self._elsewhere)), []
+        alike = [one.key for one in whole.calls]
         for number in range(len(self._sizes)):
             own = self._seen(number, Seen(self._elsewhere, root=self._root))
             parts.append(own)
-            if [one.func for one in own.calls] != [one.func for one in whole.calls]:
+            if [one.key for one in own.calls] != alike:
                 given = self._seen(number, Seen(self._elsewhere, whole))
-                return decided_between(whole, own, given)
-        self.by_sizes = goes_by_sizes(whole, parts)
+                if found := decided_between(whole, own, given):
+                    return found
+        if all([one.key for one in own.calls] == alike for own in parts):
+            self.by_sizes = goes_by_sizes(whole, parts)
         return {}
 
     def _seen(self, part: int | None, seen: Seen) -> Seen:

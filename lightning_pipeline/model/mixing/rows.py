@@ -7,7 +7,8 @@ all of it where they have the same shape, as `x.mean(0)` has.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.mixing.meetings import is_set, picks
 from lightning_pipeline.model.mixing.positions import Positions, lengths
+from lightning_pipeline.model.mixing.standing import standing_of
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import (
     is_placeholder,
@@ -57,6 +59,7 @@ class Called(NamedTuple):
         picked: Whether it gave as many samples as a mask picked, or as values say.
         read: What a number would be read from, where the batch's is given in its place.
         by_batch: Whether it gave Python a number that follows from the samples.
+        standing: Of a unit what decides how it computes.
     """
 
     func: Any
@@ -69,6 +72,12 @@ class Called(NamedTuple):
     picked: bool = False
     read: Tensor | None = None
     by_batch: bool = False
+    standing: Hashable = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for two calls of the same that may do the same."""
+        return self.func, self.standing
 
 
 class Functions:
@@ -81,6 +90,9 @@ class Functions:
             batch: Its arguments.
         """
 
+    def stands(self, module: nn.Module) -> None:
+        """This unit is about to be called."""
+
     def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called.
 
@@ -90,6 +102,9 @@ class Functions:
             seeds: Of the run.
         """
         raise NotImplementedError
+
+    def answered(self, output: Any) -> None:
+        """The unit has returned this."""
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
         """Answer a call of a function.
@@ -128,6 +143,7 @@ class Seen(Functions):
         self.lines: list[str] = []
         self._root = root
         self.host: int | None = None
+        self._standing: Hashable = None
         self.returns_more = self.ended = False
         self._whole: list[Called] = [] if whole is None else whole.calls
         self._elsewhere = {id(one): one for one in elsewhere}
@@ -137,10 +153,24 @@ class Seen(Functions):
         self._shared: set[int] = set()  # memory that several tensors have
         self._held: list[Tensor] = []
 
+    @property
+    def standing(self) -> dict[tuple[Any, int], int]:
+        """The places of calls of units, by the unit and the number of the call."""
+        counts, found = Counter[Any](), dict[tuple[Any, int], int]()
+        for place, one in enumerate(self.calls):
+            if isinstance(one.func, int):
+                found[one.func, counts[one.func]] = place
+                counts[one.func] += 1
+        return found
+
     def is_made_here(self, value: Any) -> bool:
         """Whether a tensor that the step has left follows from the batch alone: no unit has a part in it."""
         plain = isinstance(value, Tensor) and not (value.requires_grad or is_placeholder(value))
         return plain and id(value) not in self._elsewhere and not any(call.reads for call in self.calls)
+
+    def stands(self, module: nn.Module) -> None:
+        """This unit is about to be called."""
+        self._standing = standing_of(module)
 
     def begin(self, batch: Any) -> None:
         """The step begins, with these arguments."""
@@ -150,7 +180,7 @@ class Seen(Functions):
         """A unit is called."""
         if self.host is None:
             self.host = seeds.host_place()
-        self._note(Called(number))
+        self._note(Called(number, standing=self._standing))
 
     def end(self, result: Any) -> None:
         """The step has returned this."""
@@ -224,19 +254,27 @@ class Seen(Functions):
 def decided_between(whole: Seen, own: Seen, given: Seen) -> dict[str, tuple[str, int]]:
     """The line at which a number of the batch decides what a step does, which a micro-batch has otherwise.
 
+    It is one that, given to the micro-batch, lets it do what the batch does; or whatever it is that lets a
+    unit stand otherwise.
+
     Args:
         whole: A run for the batch.
         own: One for the micro-batch, with lines.
         given: One for it that reads the batch's numbers.
     """
-    theirs, mine, same = ([one.func for one in run.calls] for run in (whole, own, given))
-    if same != theirs or mine == theirs:
+    theirs, mine, same = ([one.key for one in run.calls] for run in (whole, own, given))
+    if mine == theirs or not mine:
         return {}
-    place = next(
-        (n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), len(mine)
-    )
-    units = sum(isinstance(func, int) for func in theirs[:place])
-    return {own.lines[min(place, len(mine) - 1)]: ("a condition", units)} if mine else {}
+    if same == theirs:
+        pairs = enumerate(zip(mine, theirs, strict=False))
+        place = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(mine), len(theirs)))
+        units = sum(isinstance(one.func, int) for one in whole.calls[:place])
+        return {own.lines[min(place, len(mine) - 1)]: ("a condition", units)}
+    standing = whole.standing
+    for number, (key, place) in enumerate(own.standing.items()):
+        if key in standing and own.calls[place].standing != whole.calls[standing[key]].standing:
+            return {own.lines[place]: ("a condition", number)}
+    return {}
 
 
 class Rows:
@@ -312,7 +350,7 @@ class Followed(Functions):
 
     def __init__(self, whole: Seen, own: Seen, rows: Rows, added: Collection[int] = ()) -> None:
         self._whole, self._own, self._rows, self._added = whole.calls, own.calls, rows, added
-        alike = [one.func for one in whole.calls] == [one.func for one in own.calls]
+        alike = [one.key for one in whole.calls] == [one.key for one in own.calls]
         self.failed = not alike or whole.host != own.host
         self._before = True  # no unit has been called
         self.leaves_some = False
@@ -427,46 +465,6 @@ class Followed(Functions):
             raise _CannotError
         if not all(self._rows.holds(*pair) for pair in zip(theirs, mine, strict=True)):
             raise _CannotError
-
-
-def sums_of_parts(whole: Seen, parts: Sequence[Seen]) -> set[int]:
-    """Places of sums and numbers, such as counts, that the micro-batches' own add up to.
-
-    What a step makes of one may take the number of samples (`hits / len(y)`), which a micro-batch has of its
-    own: so it has its own of these, and what is logged is put together as other means are.
-
-    Args:
-        whole: The step's run for the batch.
-        parts: For each micro-batch.
-    """
-    calls = zip(whole.calls, *(part.calls for part in parts), strict=False)
-    return {
-        place
-        for place, (one, *own) in enumerate(calls)
-        if _add_up(one.result, [part.result if part.read is None else part.read for part in own])
-    }
-
-
-def goes_by_sizes(whole: Seen, parts: Sequence[Seen]) -> bool:
-    """Whether a step reads whole numbers of the batch that are no counts, such as its greatest length.
-
-    Args:
-        whole: The step's run for the batch.
-        parts: For each micro-batch.
-    """
-    read = [place for place, one in enumerate(whole.calls) if one.by_batch and type(one.result) is int]
-    return bool(set(read) - sums_of_parts(whole, parts))
-
-
-def _add_up(whole: Any, parts: Sequence[Any]) -> bool:
-    if type(whole) in (int, float):
-        whole = torch.tensor(whole)
-    if not isinstance(whole, Tensor) or whole.dtype is torch.bool or whole.is_complex():
-        return False
-    alike = [part for part in parts if isinstance(part, Tensor) and part.shape == whole.shape]
-    if len(alike) < len(parts) or whole.layout is not torch.strided:
-        return False
-    return torch.allclose(torch.stack(alike).double().sum(0), whole.to(alike[0].device).double(), rtol=1e-6)
 
 
 class Beside(Functions):

@@ -8,6 +8,7 @@ from lightning_pipeline.model.places.batches import (
     taken_by_all,
     write_into,
 )
+from lightning_pipeline.model.places.filled import FilledContainers
 from lightning_pipeline.model.places.findings import Findings
 from lightning_pipeline.model.places.kept import exchange_kept
 from lightning_pipeline.model.places.metrics import (
@@ -56,6 +57,7 @@ __all__ = [
     "ClassOwner",
     "Effect",
     "FileOwner",
+    "FilledContainers",
     "Findings",
     "Flags",
     "FoundOwner",

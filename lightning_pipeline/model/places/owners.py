@@ -1,6 +1,6 @@
 """Where a step may leave something behind: attributes, entries of objects, flags, values of tensors."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,7 +15,7 @@ from lightning_pipeline.model.tensors import is_array, storage_key
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
 
 
-FILLED = (list, deque, dict, OrderedDict)
+FILLED = (list, deque, dict, OrderedDict, defaultdict)
 """Containers of which it can be seen whether a step reads them, or only fills them."""
 
 

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
-from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutputs
+from lightning_pipeline.model.cut import Microbatch, Reads, Route, StageDone, StepRoutes, TracedOutputs
 from lightning_pipeline.model.loss import Observer
-from lightning_pipeline.model.mixing import Functions
+from lightning_pipeline.model.mixing import Functions, standing_of
 from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, host_draws
-from lightning_pipeline.model.rehearsal.routes import Reads
 from lightning_pipeline.model.replay import Replay, StageView
 from lightning_pipeline.model.tensors import (
     TensorSpec,
@@ -261,6 +260,8 @@ class Walk(_DryRun):
             raise _NewWay
         call = node.through.trace.calls[self._depth]
         self._node, self._depth = node, self._depth + 1
+        if self._reads.collects:
+            self.called = hash((self.called, unit, standing_of(self._view.module_of(unit))))
         specs = call.resized(inputs_of((args, kwargs))) or [self._fit(node.through, s) for s in call.specs]
         tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._view.repeated)

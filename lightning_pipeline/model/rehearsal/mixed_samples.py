@@ -1,30 +1,33 @@
 """Steps that mix samples of the batch: each micro-batch is given its part of what the batch has."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Microbatch, Route
 from lightning_pipeline.model.loss import Observer
 from lightning_pipeline.model.mixing import (
     Beside,
     Comparison,
+    Derivations,
     Followed,
     Functions,
     Given,
     Reached,
     Rows,
     Seen,
+    are_alike,
     is_cut_by_rows,
     placed_between,
     sums_of_parts,
 )
-from lightning_pipeline.model.places import FILLED, Effect, Kept, Place, Replayed
+from lightning_pipeline.model.places import Effect, FilledContainers, Kept, Place, Replayed
 from lightning_pipeline.model.random import Draws
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
 from lightning_pipeline.model.replay import Step
@@ -35,12 +38,6 @@ from lightning_pipeline.model.trace import Trace
 _Any = TypeVar("_Any", bound=Functions)
 _AGAIN = (2, 3, 4, 8)  # batches
 _MOST_LOOKS = 32
-_READING = (
-    "__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "__eq__", "__ne__", "__lt__",
-    "__le__", "__gt__", "__ge__", "__add__", "__mul__", "__rmul__", "__or__", "__ror__", "__copy__",
-    "copy", "count", "index", "pop", "popleft", "popitem", "remove", "reverse", "rotate", "sort",
-    "get", "setdefault", "keys", "values", "items",
-)  # fmt: skip
 
 
 class MixedSamples:
@@ -59,6 +56,8 @@ class MixedSamples:
 
     Attributes:
         partly: Steps whose micro-batches have their own of some of what the step mixes.
+        mended: Whether micro-batches of the last batch are given their part.
+        are_units_apart: Whether they are not, and decide apart what units are given, or their flags.
     """
 
     def __init__(
@@ -70,14 +69,17 @@ class MixedSamples:
         self._begun = begun
         self._given_up: set[tuple[str, tuple[int, ...]]] = set()
         self._looks: dict[str, int] = {}
+        self._combinations: dict[str, set[Hashable]] = {}  # of functions that batches and parts have called
         self._batches = Counter[str]()
         self.partly = set[str]()
+        self.mended = self.are_units_apart = False
+        self._filled = FilledContainers(CannotRepeatError)
         self._reading = set[str]()  # steps that read containers which they also fill
         self._whole: set[tuple[str, tuple[int, ...]]] = set()  # of which what is given was looked at
 
     def arrange(
         self, step: Step, trace: Trace, whole: Microbatch | None, sizes: Sequence[int], *,
-        mends: Callable[[Trace, Sequence[int]], bool], find_ways: Callable[[Step, Sequence[int]], None],
+        mends: Callable[[Trace, Sequence[int]], bool], find_ways: Callable[..., None],
     ) -> None:  # fmt: skip
         """A batch begins: find the way of each micro-batch, and what it is given of mixed samples.
 
@@ -87,20 +89,39 @@ class MixedSamples:
             whole: Its arguments as one, where they are known.
             sizes: Samples of each micro-batch.
             mends: Whether micro-batches are to be given theirs.
-            find_ways: Finds the ways.
+            find_ways: Finds the ways, or lets all take one.
         """
         mixes = step.seeds.one_host = whole is not None and mends(trace, sizes)
         find_ways(step, sizes)
+        self.mended = self.are_units_apart = False
         if whole is None or len(sizes) == 1:
             step.ways.unlooked.clear()
             return
+        self._compare_called(step, whole, sizes)
         self.look(step, trace, whole, sizes)
         if not mixes and mends(trace, sizes):
             mixes = step.seeds.one_host = True
             find_ways(step, sizes)
-        if mixes and not self.begin(step, whole, sizes):
+        if mixes and not self.begin(step, whole, sizes, find_ways):
             step.seeds.one_host = False
             find_ways(step, sizes)
+        self.mended = bool(step.mixing)
+        torn = step.name in self._finder.torn and not self.mended
+        self.are_units_apart = torn and self._decides_apart(step, whole, sizes)
+
+    def _compare_called(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> None:
+        """Where a micro-batch calls other functions than the batch, and is the first to: look at it."""
+        if not step.trace.steered:
+            return
+        parts = self._finder.called
+        with self._begun(None, sizes):
+            self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+        (of_whole,), known = self._finder.called, self._combinations.setdefault(step.name, set())
+        others = [number for number, called in enumerate(parts) if called != of_whole]
+        combination = frozenset(parts), of_whole
+        if others and combination not in known:
+            known.add(combination)
+            step.ways.unlooked = sorted({*step.ways.unlooked, others[0]})
 
     def look(self, step: Step, trace: Trace, whole: Microbatch, sizes: Sequence[int]) -> None:
         """Find out whether a step mixes samples in a way that its trace does not show; alike on all ranks.
@@ -155,7 +176,7 @@ class MixedSamples:
                 return {}
             with suppress(SplitError):  # of what cannot be run at this size the micro-batch alone tells
                 (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
-                found = compared.lines(number, steered=trace.steered)
+                found = compared.lines(number, decides=trace.steered or not number)
                 trace.by_sizes |= compared.by_sizes
                 return found
             return compared.lines_of(number)
@@ -180,19 +201,28 @@ class MixedSamples:
         fills = trace.step not in self._reading
         return is_plain and all(_is_known_everywhere(effect, fills=fills) for effect in trace.effects)
 
-    def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
+    def begin(
+        self, step: Step, whole: Microbatch, sizes: Sequence[int], find_ways: Callable[..., None]
+    ) -> bool:
         """A batch of such a step begins.
 
         Args:
             step: The batch.
             whole: Its arguments as one.
             sizes: Samples of each micro-batch.
+            find_ways: Finds the ways, or lets all take one.
 
         Returns:
-            Whether the micro-batches are given their part; otherwise that is not tried again for these sizes.
+            Whether the micro-batches are given their part; otherwise that is not tried again for these sizes,
+            unless it is for the ways of this batch alone.
         """
+        (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+        if any(one.trace.path != route.trace.path for one in step.routes):
+            if not self._is_known_for_all(step, route):
+                return False
+            find_ways(step, sizes, route)
         try:
-            found = self._found(step, whole, sizes)
+            found = self._found(step, whole, sizes, route)
         except CannotRepeatError:
             found = None
         if found is None:
@@ -201,10 +231,49 @@ class MixedSamples:
         step.mixing = [partial(Given, one.answers, step.name) for one in found]
         return True
 
-    def _found(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> list[Followed] | None:
+    def _decides_apart(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
+        """Whether what decides otherwise for some micro-batches than for others matters to a unit.
+
+        What comes of it in the end, such as a loss that some have no part in, the batch as one will tell, on
+        what units have given; that tells nothing of what these were given, nor of their flags.
+
+        Args:
+            step: The batch.
+            whole: Its arguments as one.
+            sizes: Samples of each micro-batch.
+        """
+        if step.name not in self._finder.torn or step.mixing or len(sizes) == 1 or whole is None:
+            return False
+        runs = [Derivations() for _ in (whole, *sizes)]
+        try:
+            with self._apart(step.name):
+                (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+                self._run_whole(step, whole, route, runs[0])
+                for number, run in enumerate(runs[1:]):
+                    self._run_part(step, number, sizes, run)
+        except (CannotRepeatError, SplitError):
+            return True
+        return not are_alike(runs)
+
+    def _is_known_for_all(self, step: Step, route: Route) -> bool:
+        """Whether it is known what units return on the batch's way for micro-batches that take another.
+
+        Of each form there has to be one that takes it.
+        """
+        if route.trace.follows_values:
+            return False
+        known = set[Hashable]()
+        for number, (own, batch) in enumerate(zip(step.routes, step.microbatches, strict=True)):
+            if own.number == route.number:
+                self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
+                known.add(signature_of(*batch))
+        return all(signature_of(*batch) in known for batch in step.microbatches)
+
+    def _found(
+        self, step: Step, whole: Microbatch, sizes: Sequence[int], route: Route
+    ) -> list[Followed] | None:
         if not is_cut_by_rows(whole, step.microbatches, sizes):
             return None
-        (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
         found, start = [], 0
         with self._apart(step.name):
             elsewhere = self._finder.on_some_stages()
@@ -278,7 +347,7 @@ class MixedSamples:
     def _run(self, step: Step, batch: Microbatch, number: int, route: Route, mixing: _Any) -> _Any:
         outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
         mixing.begin(batch)
-        with _filled_alone(() if step.name in self._reading else step.trace.effects) as read:
+        with self._filled.alone(() if step.name in self._reading else step.trace.effects) as read:
             self._rehearse(batch, outputs, number, Observer([]), Draws(), mixing)
         if read:
             self._reading.add(step.name)
@@ -303,34 +372,3 @@ def _is_known_everywhere(effect: Effect, *, fills: bool) -> bool:
 def _left_there(place: Place, start: Kept) -> Any:
     value = place.get()
     return value.detach().clone() if isinstance(value, Tensor) else own_containers(value, start.items())
-
-
-@contextmanager
-def _filled_alone(effects: Sequence[Effect]) -> Iterator[list[str]]:
-    """Inside, such containers are empty on each rank, and reading one raises.
-
-    Args:
-        effects: Of the step.
-
-    Returns:
-        Labels of those that were read.
-    """
-    read = list[str]()
-    with ExitStack() as stack:
-        for effect in effects:
-            place, value = effect.place, effect.place.get()
-            if effect.from_units and effect.is_container and type(value) in FILLED:
-                place.put(_unread(value, place.label, read))
-                stack.callback(place.put, value)
-        yield read
-
-
-def _unread(value: Any, label: str, read: list[str]) -> Any:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        read.append(label)
-        raise CannotRepeatError(label)
-
-    kind = type(value)
-    reading = {name: refuse for name in _READING if hasattr(kind, name)}
-    made: Any = type(kind.__name__, (kind,), reading)
-    return made([], value.maxlen) if isinstance(value, deque) else made()

@@ -7,9 +7,7 @@ and the random numbers of the micro-batch. A way that was not seen before is tra
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +17,8 @@ from lightning_pipeline.model.cut import (
     Liveness,
     Microbatch,
     Partition,
+    Reads,
     Route,
-    StageDone,
     StepRoutes,
     TracedOutput,
     TracedOutputs,
@@ -55,18 +53,6 @@ from lightning_pipeline.model.trace import (
 )
 
 _MOST_DECIDED = 1024
-_NUMBERS = (bool, int, float, complex)
-_GIVEN_TO_PYTHON = (*_NUMBERS, list, numpy.ndarray)
-_FORM = (
-    "size dim ndimension numel nelement stride storage_offset element_size __len__ __hash__ get_device "
-    "data_ptr is_floating_point is_complex is_signed is_contiguous is_conj is_neg is_inference "
-    "is_same_size is_shared is_pinned is_set_to is_tensor is_coalesced sparse_dim dense_dim has_names "
-    "is_distributed can_cast"
-)
-_OF_FORM = frozenset(
-    getattr(owner, name) for owner in (Tensor, torch) for name in _FORM.split() if hasattr(owner, name)
-)
-"""Functions that tell of a tensor what follows from its form, and not from its values."""
 
 
 class RouteFinder:
@@ -87,6 +73,7 @@ class RouteFinder:
 
     Attributes:
         torn: Steps that decide by the batch, otherwise for one micro-batch than for another.
+        called: For each micro-batch of the last look what tells the functions it called; 0: nobody knows.
     """
 
     def __init__(
@@ -112,6 +99,7 @@ class RouteFinder:
         self._flags: tuple[bool, ...] = ()  # that the last look has read
         self._called = 0  # tells the functions that it has called; 0: no whole look was made
         self.torn: set[str] = set()
+        self.called: list[int] = []
         self._list_modules()
 
     def _list_modules(self) -> None:
@@ -168,23 +156,24 @@ class RouteFinder:
         keys = [routes.key(microbatch, state) for microbatch in microbatches]
         found: list[Route | None] = [None] * len(microbatches)
         flags: list[tuple[bool, ...]] = [()] * len(microbatches)
+        called = self.called = [0] * len(microbatches)
         if routes.base.trace.steered:
             finds = self._by_reads
             for number, key in enumerate(keys):
-                found[number], flags[number] = routes.by_form.get(key, (None, ()))
+                found[number], flags[number], called[number] = routes.by_form.get(key, (None, (), 0))
             with self._glancing() if None in found else nullcontext():
                 for number, microbatch in enumerate(microbatches):
                     if found[number] is None:
                         at = partial(seeds, number)
                         with begun(number):
                             found[number] = self._glance(routes, keys[number], microbatch, at)
-                            flags[number] = self._flags
+                            flags[number], called[number] = self._flags, self._called
         for number, microbatch in enumerate(microbatches):
             if found[number] is None:
                 self._called = 0
                 with begun(number):
                     found[number] = finds(routes, keys[number], microbatch, partial(seeds, number))
-                    flags[number] = self._flags
+                    flags[number], called[number] = self._flags, self._called
                 if len(found) > 1 and self._called and self._called not in routes.called:
                     routes.called.add(self._called)
                     routes.unlooked.append(number)
@@ -260,6 +249,7 @@ class RouteFinder:
         if (key, ()) in routes.by_reads:
             self._walk(microbatch, seeds, routes, known)
         self._flags = known.flags()
+        self._called = routes.called_by.get((key, tuple(known.values)), 0)
         return known.leads_to
 
     def _by_reads(
@@ -276,15 +266,17 @@ class RouteFinder:
         self._flags = reads.flags()
         if len(routes.by_reads) > _MOST_DECIDED:
             routes.by_reads.clear()
+            routes.called_by.clear()
         if len(routes.by_form) > _MOST_DECIDED:
             routes.by_form.clear()
         if reads.tell_all and not reads.changed and reads.by_form:
-            routes.by_form[self._key(routes, microbatch)] = route, self._flags
+            routes.by_form[self._key(routes, microbatch)] = route, self._flags, self._called
         elif reads.tell_all and not reads.changed:
             key = self._key(routes, microbatch)
             for number in range(len(reads.values)):
                 routes.by_reads.setdefault((key, tuple(reads.values[:number])))
             routes.by_reads[key, tuple(reads.values)] = route
+            routes.called_by[key, tuple(reads.values)] = self._called
         return route
 
     def _key(self, routes: StepRoutes, microbatch: Microbatch) -> Hashable:
@@ -292,7 +284,7 @@ class RouteFinder:
 
     def _find(
         self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds],
-        reads: "Reads",
+        reads: Reads,
     ) -> Route:  # fmt: skip
         """The way of one micro-batch, by a walk that takes the numbers that are read, or by a trace."""
         step = routes.base.trace.step
@@ -314,7 +306,7 @@ class RouteFinder:
 
     def _look(
         self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds],
-        reads: "Reads",
+        reads: Reads,
     ) -> Route | list[Hashable]:  # fmt: skip
         """The way of one micro-batch; of one that is new, or on which more is left behind, what more."""
         step, effects = routes.base.trace.step, routes.base.trace.effects
@@ -520,81 +512,3 @@ class _Changed:
         """All that is changed up to now."""
         self.places += [(place, self._calls) for place in self._around.look()]
         return self.places
-
-
-def _is_getter(func: Any) -> bool:
-    """Whether a function reads an attribute, such as `requires_grad`, which is no value."""
-    return getattr(func, "__name__", "") == "__get__"
-
-
-class Reads:
-    """The numbers that a step reads from tensors between units, up to where they are known to end.
-
-    Args:
-        known: The way by what was read, with None for what is read on the way to the last number.
-        key: The first part of its keys.
-
-    Attributes:
-        values: What was read.
-        on_call: Told of each call of a unit.
-        changes: Tells whether the step has changed anything; asked at each read where no way is known yet.
-        changed: Whether it had at the last read.
-        tell_all: Whether nothing else was read, such as an array or a random number of Python.
-        leads_to: The way that the numbers lead to.
-        by_form: Whether all of it follows from sizes and numbers that are not followed themselves.
-        failed: A way on which it ends with an error; None where it does not.
-        called: What tells the functions that were called from others.
-    """
-
-    def __init__(self, known: Mapping[Hashable, Route | None] | None = None, key: Hashable = None) -> None:
-        self._known, self._key = known, key
-        self.values: list[Any] = []
-        self.changes: Callable[[], bool] = lambda: False
-        self.on_call: Callable[[], None] = lambda: None
-        self.changed = False
-        self.tell_all, self.by_form = True, True
-        self.failed: Route | None = None
-        self.leads_to: Route | None = None
-        self.called = 0
-
-    def begin(self) -> None:
-        """The step begins.
-
-        Raises:
-            StageDone: No number is read on the way that is known.
-        """
-        self._look_up()
-
-    @property
-    def collects(self) -> bool:
-        """Whether all that is read is wanted, as no way is known by it."""
-        return self._known is None
-
-    def flags(self) -> tuple[bool, ...]:
-        """What was read that something is decided by."""
-        return tuple(value for value in self.values if type(value) is bool)
-
-    def note(self, func: Any, result: Any) -> None:
-        """A function of tensors was called between units.
-
-        Args:
-            func: The function.
-            result: What it gave.
-
-        Raises:
-            StageDone: The way is known, or cannot be told so.
-        """
-        if not isinstance(result, _GIVEN_TO_PYTHON) or func in _OF_FORM or _is_getter(func):
-            return
-        self.tell_all &= isinstance(result, _NUMBERS)
-        self.values.append(result)
-        self.changed = self.changed or self.changes()
-        self._look_up()
-
-    def _look_up(self) -> None:
-        if self._known is None:
-            return
-        found = (self._key, tuple(self.values))
-        self.leads_to = self._known.get(found)
-        if self.leads_to is not None or found not in self._known:
-            raise StageDone

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_pipeline._torch import AnyBatchNorm, TorchDispatchMode, tree_leaves
 from lightning_pipeline.data import split_batch
 from lightning_pipeline.model.cut import Microbatch, TracedOutput
-from lightning_pipeline.model.mixing import is_cut_by_rows
+from lightning_pipeline.model.mixing import is_cut_by_rows, standing_of
 from lightning_pipeline.model.random import random_state_kept
 from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns, are_same, rounding_of, seed_all
 from lightning_pipeline.model.replay import Step
@@ -188,7 +188,7 @@ class _Seen(NamedTuple):
         unit: Its number.
         given: By place, of each tensor among its arguments the sample there, for each dimension that may be
             that of the samples; the whole tensor where none may.
-        plain: Numbers and texts among its arguments.
+        plain: Numbers and texts among its arguments, and what tells how the unit stands.
         gave: Of each output the samples likewise; nothing where the unit raised.
         drawn: By which functions it drew numbers, and of which shapes.
         rounding: How much of the largest number two results of the same may differ by.
@@ -261,6 +261,7 @@ class _Forwards:
             for at in _PLACES
         ]
         plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float | str)]
+        plain.append(hash(standing_of(self._patches.units[unit].module)))
         still = _Still()
         with random_state_kept():
             output = self._output(unit, forward, (args, kwargs), still)

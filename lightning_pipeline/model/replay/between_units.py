@@ -53,6 +53,12 @@ Around = Given | Watch
 Follow = Callable[[Any, Any, Any, Callable[[Any, Any, Any], Any]], Any]
 _LONE = Structure("tensor", 0)
 _DEVICE: Any = Tensor.device.__get__  # a placeholder answers without a call
+_SETS: Any = (Tensor.requires_grad, Tensor.grad)
+_STANDING = frozenset({
+    Tensor.requires_grad_, Tensor.detach_, Tensor.retain_grad, Tensor.register_hook, Tensor.share_memory_,
+    *(one.__set__ for one in _SETS),
+})  # fmt: skip
+"""Functions that change what a tensor is to gradients, and none of its values: each run calls them itself."""
 _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _DRAWS_BY_VALUE = frozenset(
@@ -132,6 +138,7 @@ class GlueRun:
         if self.inside:
             return self._within(unit, args, kwargs)
         if self.mixing is not None:
+            self.mixing.stands(self._view.module_of(unit))
             self.mixing.unit(unit, (args, kwargs), self._seeds)
         ours = current_function_mode() is self.functions and not (self.draws and self.in_region())
         if ours:  # out of the way, where no mode of the user's is above it, and no region may run again
@@ -141,6 +148,8 @@ class GlueRun:
         finally:
             if ours:
                 push_function_mode(self.functions)
+        if self.mixing is not None:
+            self.mixing.answered(output)
         if self._put_off:
             self._call_hooks(unit)
         return output
@@ -463,7 +472,7 @@ class _GlueFunctions(TorchFunctionMode):
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
         mixing = self._run.mixing
-        if mixing is None or func == _DEVICE:
+        if mixing is None or func == _DEVICE or func in _STANDING:
             seen = self._run.follow is not None or func in RANDOM_FUNCTIONS
             return (self._seen if seen else self._run.remembered.call)(func, args, kwargs)
         if func in _INDEXING and len(args) > 1:

@@ -39,6 +39,7 @@ class Doubts:
         decided_by: Sums over samples by which it decides when it has added those of a micro-batch.
         sums_read: Sums over samples of which it makes a plain number (`float(self.seen)`) after adding.
         decides_apart: Whether micro-batches have decided differently by what is in them.
+        are_units_apart: Whether that matters to what units are given, or to their flags.
         ended_early: Whether what comes at its end was not seen, for it needs values.
         mixed: Lines at which it mixes the samples of a micro-batch, and by which operation.
         at_end: Whether all of them come after the last unit.
@@ -57,6 +58,7 @@ class Doubts:
     decided_by: Sequence[str]
     sums_read: Sequence[str]
     decides_apart: bool
+    are_units_apart: bool
     ended_early: bool
     mixed: Mapping[str, str]
     at_end: bool

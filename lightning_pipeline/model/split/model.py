@@ -12,6 +12,7 @@ from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.model.cut import (
     Microbatch,
     Partition,
+    Route,
     TracedOutput,
     check_ways,
 )
@@ -264,18 +265,18 @@ class SplitModel(OutsideSteps):
 
     def doubts(self, step: str) -> Doubts:
         """After a batch of a step: what may not be one device's."""
-        trace, left, mends = self.known[step], self._left_behind, self._mends(self.known[step], self._sizes)
+        trace, left, mends = self.known[step], self._left_behind, self._mixing.mended
         end = len(trace.calls) + (self.programs.over_batch is None)  # else what comes last runs once
         mixed = {} if mends else {line: one for line, one in trace.mixed.items() if one[1] < end}
         partly = trace.mixed.items() if step in self._mixing.partly else ()
-        known = self._known_left if mends else {}
         return Doubts(
-            states=[label for label in left.doubts(step) if label not in known],
+            states=[label for label in left.doubts(step) if not (mends and label in self._known_left)],
             has_unknown=self._state is not None and self._state.parts.has_unknown,
             untried=left.not_tried.get(step),
             decided_by=left.decided_by.get(step, []),
             sums_read=left.sums_read.get(step, []),
             decides_apart=step in self._finder.torn and not mends,
+            are_units_apart=self._mixing.are_units_apart,
             ended_early=trace.ended_early,
             mixed={line: name for line, (name, _) in mixed.items()},
             at_end=all(position >= len(trace.calls) for _, position in mixed.values()),
@@ -405,13 +406,9 @@ class SplitModel(OutsideSteps):
     def _check_ways(self, whole: Microbatch | None, sizes: Sequence[int]) -> None:
         """The sizes of micro-batches do not decide which units are called."""
         step = self._step
-        if (
-            step is None
-            or whole is None
-            or step.trace.steered
-            or not step.ways.goes_by_form
-            or len(sizes) == 1
-        ):
+        if step is None or whole is None or len(sizes) == 1:
+            return
+        if step.trace.steered or not step.ways.goes_by_form:
             return
         with self._left_behind.begun(None, sizes):
             (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
@@ -427,10 +424,11 @@ class SplitModel(OutsideSteps):
         with self._left_behind.begun(None, self._sizes):
             self._row_order.look(step, whole, self._sizes, partial(self._finder.as_one, step), outputs)
 
-    def _find_ways(self, step: Step, sizes: Sequence[int]) -> None:
-        """Which units each micro-batch calls, and what a rank is to know of them."""
+    def _find_ways(self, step: Step, sizes: Sequence[int], one: Route | None = None) -> None:
+        """Which units each micro-batch calls, if not those of `one` way, and what a rank is to know."""
         begun = partial(self._left_behind.begun, sizes=sizes)
-        step.routes = self._finder.routes(step.ways, step.microbatches, step.seeds.microbatch, begun)
+        found = self._finder.routes if one is None else lambda *_: [one] * len(sizes)
+        step.routes = found(step.ways, step.microbatches, step.seeds.microbatch, begun)
         self.signatures = self._finder.signatures(step.name, step.routes, step.microbatches)
         step.later_outputs = []
         for number, (route, batch) in enumerate(zip(step.routes, step.microbatches, strict=True)):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lightning_pipeline.model.loss import Part
 from lightning_pipeline.model.places import (
@@ -308,6 +309,8 @@ class StepState:
                 place.put(tensor)
             with torch.no_grad():
                 set_values(tensor, whole.to(tensor.dtype))
+            if held is start.beside:
+                increment_version(tensor)  # by which it is seen to be written
             return
         old = start.value
         if isinstance(old, list | dict | set | deque) and type(whole) in (type(old), list, dict, set):

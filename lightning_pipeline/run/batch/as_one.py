@@ -100,7 +100,11 @@ class Compared(NamedTuple):
                 for label, value in self.left_as_one.items()
                 if label in other.left_as_one and not any(differences(value, other.left_as_one[label]))
             },
-            logged=other.logged,
+            logged={
+                key: number
+                for key, number in self.logged.items()
+                if key in other.logged and not any(differences(number, other.logged[key]))
+            },
             writes=self.writes if _are_alike(self.writes, other.writes or ()) else None,
             more=[one if _is_logged_again(one, other.more) else (one[0], None, None) for one in self.more],
         )

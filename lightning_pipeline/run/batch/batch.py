@@ -341,7 +341,8 @@ class Batch:
         if report.num_values and (same or not is_compared):  # else nothing is weighed
             self.result.say_doubt(is_settled=same)
         if mixes and looks:
-            settled = same if self.doubts.decides_apart else is_compared
+            apart = self.doubts.are_units_apart
+            settled = same and not apart if self.doubts.decides_apart else is_compared
             self._settle_mixing(settled and (self.trains or found.is_sure))
         self._write(found.writes)
         self._leave(found, is_compared=is_compared)

@@ -1,0 +1,24 @@
+"""How a unit stands when it is called."""
+
+from collections.abc import Hashable
+
+import torch
+from torch import nn
+
+from lightning_pipeline._torch import DisableTorchFunction
+
+_PLAIN = (bool, float, str, type(None))
+
+
+def standing_of(unit: nn.Module) -> Hashable:
+    """What decides how a unit computes and what has gradients: flags, and numbers that are no sizes.
+
+    Args:
+        unit: The module.
+    """
+    found: list[Hashable] = [torch.is_grad_enabled()]
+    with DisableTorchFunction():  # no function of the step's is among them
+        for module in unit.modules():
+            found += [(name, one) for name, one in vars(module).items() if type(one) in _PLAIN]
+            found += [parameter.requires_grad for parameter in module.parameters(recurse=False)]
+    return tuple(found)

@@ -1,0 +1,145 @@
+"""What a number of the batch decides once for it on one device, is decided so for each micro-batch."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import assert_same, trainer, weights
+
+Ranks = Callable[[int], Pool]
+WIDTH = 5
+DECIDES = ["eval", "frozen", "set", "scale", "detach", "no grad", "factor", "skip", "another"]
+KEEPS = ["nothing", "list", "nested", "default", "lists"]
+
+
+class Layer(nn.Module):
+    """A residual layer that goes by its mode and an attribute."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * (1.0 if self.training else 0.5) * self.linear(x).tanh()
+
+
+class Branches(pl.LightningModule):
+    """Whether the first sample is positive decides about a layer, or about what it is given."""
+
+    def __init__(self, decides: str, keeps: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.decides, self.keeps = decides, keeps
+        self.layers = nn.ModuleList(Layer() for _ in range(5)).double()
+        self.items: list[Tensor] = []
+        self.nested: dict[str, Any] = {"rows": [], "means": {"all": []}}
+        self.default: dict[str, list[Tensor]] = defaultdict(list)
+        self.lists: list[list[Tensor]] = [[], []]
+
+    def keep(self, h: Tensor) -> None:
+        if self.keeps == "list":
+            self.items.append(h)
+        elif self.keeps == "nested":
+            self.nested["rows"].append(h)
+            self.nested["means"]["all"].append(h.mean())
+        elif self.keeps == "default":
+            self.default["rows"].append(h)
+        elif self.keeps == "lists":
+            for one in self.lists:
+                one.append(h)
+        elif self.keeps == "length":
+            self.items.append(h[: len(self.items)])
+
+    def stand(self, *, chosen: bool) -> None:
+        """Flags and numbers of layers."""
+        if self.decides == "eval":
+            self.layers[3].train(not chosen)
+        elif self.decides == "frozen":
+            self.layers[2].requires_grad_(not chosen)
+        elif self.decides == "set":
+            self.layers[2].linear.weight.requires_grad = not chosen
+        elif self.decides == "scale":
+            self.layers[2].scale = 0.5 if chosen else 1.0
+
+    def second(self, h: Tensor, *, chosen: bool) -> Tensor:
+        """The second layer, or another."""
+        if self.decides == "no grad":
+            with torch.set_grad_enabled(not chosen):
+                return self.layers[1](h)
+        if self.decides == "skip":
+            return self.layers[1](h) if chosen else h
+        if self.decides == "another":
+            return self.layers[1 if chosen else 2](h)
+        if self.decides == "detach" and chosen:
+            h = h.detach()
+        h = self.layers[1](h)
+        return h * 0.5 if self.decides == "factor" and chosen else h
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        chosen = bool(x[0, 0] > 0)
+        h = self.layers[0](x)
+        self.keep(h.detach())
+        self.stand(chosen=chosen)
+        h = self.second(h, chosen=chosen)
+        for layer in self.layers[2:]:
+            h = layer(h)
+        loss = F.mse_loss(h, y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        x, y = (torch.randn(24, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+        return DataLoader(TensorDataset(x, y), batch_size=8)
+
+
+def kept(module: Branches) -> list[Tensor]:
+    nested = [*module.nested["rows"], *module.nested["means"]["all"], *module.lists[0], *module.lists[1]]
+    return [*module.items, *nested, *module.default["rows"]]
+
+
+def fit_branches(pipeline: dict[str, Any] | None, decides: str, keeps: str) -> Any:
+    module, run = Branches(decides, keeps), trainer(pipeline, max_epochs=2)
+    run.fit(module)
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    if run.global_rank == 0:  # the last stage
+        flat = (torch.cat([one.new_tensor(one.shape), one.flatten()]) for one in kept(module))
+        logs |= {f"kept {nth}": float(one @ torch.arange(len(one)).to(one)) for nth, one in enumerate(flat)}
+    return weights(module), logs
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("decides", DECIDES)
+def test_branches_are_those_of_one_device(decides: str, keeps: str) -> None:
+    pipeline = {"stages": 1, "num_microbatches": 2}
+    assert_same(fit_branches(pipeline, decides, keeps), fit_branches(None, decides, keeps))
+
+
+@pytest.mark.parametrize("decides", DECIDES)
+@pytest.mark.parametrize("schedule", ["ZBH1", "1F1B"])
+def test_branches_are_those_of_one_device_on_several_ranks(ranks: Ranks, schedule: str, decides: str) -> None:
+    expected = fit_branches(None, decides, "nested")
+    pipeline = {"stages": 2, "num_microbatches": 4, "schedule": schedule}
+    last, first = ranks(2)(fit_branches, pipeline, decides, "nested")
+    assert_same(last, expected)
+    assert_same(first, (expected[0], {name: expected[1][name] for name in first[1]}))
+
+
+@pytest.mark.parametrize("decides", [one for one in DECIDES if one not in ("detach", "factor")])
+def test_branches_that_are_not_followed_are_warned_of(decides: str) -> None:
+    with pytest.warns(UserWarning, match="decides by what is in the batch"):
+        fit_branches({"stages": 1, "num_microbatches": 2}, decides, "length")

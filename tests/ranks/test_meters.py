@@ -1,0 +1,138 @@
+"""Running means and metrics that a step keeps, resets and asks: one device's, at the end and in hooks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MeanSquaredError
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+
+
+class Meter:
+    """A running mean, as training scripts have had it for years."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.val: Any = 0
+        self.avg: Any = 0
+        self.sum: Any = 0
+        self.count = 0
+
+    def update(self, val: Any, n: int = 1) -> None:
+        self.val = val
+        self.sum += val * n
+        self.count += n
+        self.avg = self.sum / self.count
+
+
+class Metered(Regression):
+    """Has a meter, and lowers its rate by what that says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.meter.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("average", self.meter.avg)
+        for group in self.optimizers().param_groups:
+            group["lr"] *= float(self.meter.avg)
+        self.meter.reset()
+
+
+class Totals(Metered):
+    """The same without an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Any = 0.0
+        self.number = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.total += loss.detach()
+        self.number += 1
+        self.meter.avg = self.total / self.number
+        return loss
+
+
+class Numbers(Metered):
+    """Gives the meter Python's numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.meter.update(loss.item(), len(batch[0]))
+        return loss
+
+
+class ResetAtTimes(Regression):
+    """Asks a metric in each batch, and begins it anew in some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanSquaredError()
+
+    def is_reset(self, batch_idx: int) -> bool:
+        return batch_idx % 2 == 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.net(batch[0])
+        if self.is_reset(batch_idx):
+            self.metric.reset()
+        self.metric.update(found, batch[1])
+        self.log("error", self.metric.compute())
+        return F.mse_loss(found, batch[1])
+
+
+class ResetAtFirst(ResetAtTimes):
+    def is_reset(self, batch_idx: int) -> bool:
+        return batch_idx == 0
+
+
+class BySample(Regression):
+    """Each sample is given to a metric of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.ModuleList([MeanMetric() for _ in range(3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = F.mse_loss(self.net(batch[0]), batch[1], reduction="none").mean(1)
+        kinds = (batch[0][:, 0] * 2).round().abs().clamp(max=2).long().tolist()
+        for kind, loss in zip(kinds, losses.detach(), strict=True):
+            self.means[kind].update(loss)
+        return losses.mean()
+
+    def on_train_epoch_end(self) -> None:
+        for kind, mean in enumerate(self.means):
+            self.log(f"kind {kind}", mean.compute())
+            mean.reset()
+
+
+KINDS = {one.__name__: one for one in (Metered, Totals, Numbers, ResetAtTimes, ResetAtFirst, BySample)}
+
+
+def fit_metered(pipeline: dict[str, Any] | None, kind: str) -> Any:
+    module, run = KINDS[kind](), trainer(pipeline, max_epochs=2)
+    run.fit(module, loader(32))
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_step_measures_is_what_one_device_does(ranks: Ranks, kind: str) -> None:
+    expected = fit_metered(None, kind)
+    assert_same(fit_metered({"stages": 1, "num_microbatches": 2}, kind), expected, 1e-6)
+    for found in ranks(2)(fit_metered, {"stages": 2, "num_microbatches": 2}, kind):
+        assert_same(found, expected, 1e-6)
