@@ -339,13 +339,13 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
         self.note_names(trainer)
         self.print_stages()
         self.model_to_device()
+        self.restore_early(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _lightning.optimizers_to_device(self.optimizers, self.root_device)
             self._running.at_end(self.watch_steps(trainer))
-            self.restore_before_fit(trainer)
 
     @pipelined
     @override

@@ -154,7 +154,6 @@ class Checkpoints:
         self._warned: set[str] = set()
         self._opened: Opened | None = None
         self._with_optimizers: tuple[Opened | None, Any] = None, None
-        self._num_groups: list[int] = []
         self._schedulers_read: list[dict[str, bytes]] = []
 
     @property
@@ -364,12 +363,11 @@ class Checkpoints:
         own = meta.pop(OURS, {})
         if training:
             self._with_optimizers = found, own.get("ranks")
-            if meta.get("lr_schedulers") and own.get("ranks"):
-                groups = _all_groups(held)
-                meta["lr_schedulers"] = schedulers_for(own["ranks"], groups, held.schedulers)
-                self._num_groups = [len(one) for one in groups]
+            saved = own.get("ranks")
+            if meta.get("lr_schedulers") and saved:
+                meta["lr_schedulers"] = saved[-1]["lr_schedulers"] or []
                 self._schedulers_read = as_read(meta["lr_schedulers"])
-            meta["optimizer_states"] = [{} for _ in held.optimizers]
+            meta["optimizer_states"] = [{} for _ in saved[-1]["groups"]] if saved else [{}]
         replicas = own.get("replicas") or [None]
         return meta, replicas[self._replica % len(replicas)]
 
@@ -422,10 +420,8 @@ class Checkpoints:
         optimizers = [bare(optimizer) for optimizer in held.optimizers]
         if restored.get("optimizer_states"):
             opened.apply_optimizers(optimizers, held.names)
-        groups = _all_groups(held)
-        added = [len(one) for one in groups] != self._num_groups  # by hooks, since
-        if restored.get("lr_schedulers") and saved and added:
-            rebuilt = schedulers_for(saved, groups, held.schedulers)
+        if restored.get("lr_schedulers") and saved:
+            rebuilt = schedulers_for(saved, _all_groups(held), held.schedulers)
             edited = restored["lr_schedulers"]
             restored["lr_schedulers"] = with_edits(rebuilt, edited, self._schedulers_read)
 

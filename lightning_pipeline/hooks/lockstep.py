@@ -37,7 +37,7 @@ class LockSteps:
         replica: The ranks that hold the module together.
         from_last: From the rank of the last stage to the others.
         context: Makes the precision's context for a step.
-        keeps: Whether this rank gets what a step of evaluation returns.
+        keeps: Whether this rank gets predictions.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class UncutBatch:
         steps: Runs it.
         step: Name of the user's method.
         args: Its arguments.
-        keeps: Whether this rank gets what a step of evaluation returns.
+        keeps: Whether this rank gets predictions.
         backward_follows: Whether Lightning runs a backward through the loss of the step.
 
     Attributes:
@@ -131,10 +131,10 @@ class UncutBatch:
             return self._steps.run(self._step, self._args, backward_follows=self._backward_follows)
 
     def evaluate(self) -> Any:
-        """Run a step of validation, test or predict; what it returns is on the last stage, as elsewhere."""
+        """Run a step of validation or test, and have what it returns on all ranks; of predict on the last."""
         with self.around():
             output = self._steps.run(self._step, self._args)
-        return output if self._keeps else None
+        return None if self._step == "predict_step" and not self._keeps else output
 
 
 class Reads:

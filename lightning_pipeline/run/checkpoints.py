@@ -208,8 +208,8 @@ class CheckpointHooks(Running, PlainStrategy):
             self._data_restored = name, pickle.dumps(rest[name])  # before it is used, and may be changed
             load(rest[name])
 
-    def restore_before_fit(self, trainer: Trainer) -> None:
-        """The module is split, and `on_fit_start` comes next, which sees what was loaded, as on one device.
+    def restore_early(self, trainer: Trainer) -> None:
+        """The module is split; `configure_optimizers` and `on_fit_start` see what was loaded.
 
         Args:
             trainer: Of this run; it would load once those hooks have run.

@@ -155,14 +155,68 @@ def test_a_memory_of_arrays_has_one_entry_for_each_batch() -> None:
         numpy.testing.assert_array_equal(expected, found)
 
 
-def refused(pipeline: dict[str, Any] | None, kind: str) -> str:
-    try:
-        medians(pipeline, kind)
-    except Exception as error:
-        return str(error)
-    return ""
+def test_a_length_is_known_on_all_stages(ranks: Ranks) -> None:
+    expected, _ = medians(None, "ReadsWhatIsKept")
+    found = ranks(2)(medians, {"stages": 2, "num_microbatches": 2}, "ReadsWhatIsKept", group=False)
+    assert [median for median, _ in found] == pytest.approx([expected, expected], rel=1e-12)
 
 
-def test_a_length_on_another_stage_is_refused(ranks: Ranks) -> None:
-    for found in ranks(2)(refused, {"stages": 2, "num_microbatches": 2}, "ReadsWhatIsKept", group=False):
-        assert "attribute 'kept' of the LightningModule is filled by the end of the step" in found
+class ReadAtOnce(Regression):
+    """Hooks read after each batch what the step has put into lists of dictionaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[str, Any] = {"all": [], "by": {"odd": [], "even": []}}
+        self.made: dict[str, list[float]] = defaultdict(list)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses["all"].append(loss.item())
+        self.losses["by"]["odd" if batch_idx % 2 else "even"].append(loss.item())
+        self.losses["last"] = loss.item()
+        self.made["all"].append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        by = self.losses["by"]["odd" if batch_idx % 2 else "even"]
+        found = self.losses["all"][-1], sum(by), self.losses["last"], sum(self.made["all"])
+        self.history.append(found)
+
+
+def fit_reading_at_once(pipeline: dict[str, Any] | None) -> Any:
+    module = ReadAtOnce()
+    trainer(pipeline, max_epochs=2).fit(module, loader())
+    return numpy.array(module.history)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_lists_in_dictionaries_are_on_all_ranks_after_each_batch(ranks: Ranks, stages: int) -> None:
+    expected = fit_reading_at_once(None)
+    for found in ranks(stages)(fit_reading_at_once, {"stages": stages, "num_microbatches": 2}):
+        numpy.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+class Steered(Regression):
+    """Its validation is not cut, for a value of the model decides; a hook is given what it returns."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.net[0](batch[0])
+        found = self.net[1:](found * 2 if found.mean() > 0 else found)
+        return {"error": (found - batch[1]).abs().mean(), "found": found}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.history.append(float(outputs["error"] + outputs["found"].sum()))
+
+
+def fit_steered(pipeline: dict[str, Any] | None) -> list[float]:
+    module = Steered()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "validation_step cannot be cut")
+        trainer(pipeline, num_sanity_val_steps=0).fit(module, loader(), loader(seed=4))
+    return module.history
+
+
+def test_hooks_are_given_what_a_validation_that_is_not_cut_returns_on_all_ranks(ranks: Ranks) -> None:
+    expected = fit_steered(None)
+    for found in ranks(2)(fit_steered, {"stages": 2, "num_microbatches": 2}):
+        assert found == pytest.approx(expected, rel=1e-10)

@@ -259,20 +259,15 @@ class Kept(NamedTuple):
 
     def items(self) -> set[int]:
         """Identities of what stood in the containers, but for containers that have changed since."""
-        changed = self._changed()
+        changed = self.changed
         return {id(item) for _, saved in self._without_arrays() for _, item in items_of(saved)} - changed
-
-    @property
-    def changed_inside(self) -> bool:
-        """Whether a container or array in the value has changed, beside the value."""
-        return bool(self._changed() - {id(self.value)})
 
     def _without_arrays(self) -> Iterator[tuple[Any, Any]]:
         return ((held, saved) for held, saved in self.inner if not isinstance(held, ndarray))
 
     def before(self) -> Any:
         """A container as it was, with others in the place of those in it that have changed since."""
-        changed, kept = self._changed(), {id(held): saved for held, saved in self.inner}
+        changed, kept = self.changed, {id(held): saved for held, saved in self.inner}
 
         def as_it_was(value: Any) -> Any:
             if id(value) not in changed:
@@ -285,7 +280,9 @@ class Kept(NamedTuple):
 
         return as_it_was(self.value) if id(self.value) in changed else kept.get(id(self.value), self.value)
 
-    def _changed(self) -> set[int]:
+    @property
+    def changed(self) -> set[int]:
+        """Identities of the value and of containers and arrays in it, as far as they have changed."""
         changed = {id(held) for held, saved in self.inner if _is_changed((held, _contents(saved)))}
         while more := {
             id(held)

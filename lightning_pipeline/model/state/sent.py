@@ -116,47 +116,103 @@ class Added(NamedTuple):
         return True
 
 
+class AddedInside(NamedTuple):
+    """What a batch has put into a dictionary, and into lists in it.
+
+    Attributes:
+        entries: By key, of those that have changed.
+    """
+
+    entries: "dict[Any, Added | AddedInside | Sent]"
+
+    def into(self, own: Any, device: torch.device) -> bool:
+        """Put it into the dictionary of this rank, if that is as it was on the last stage.
+
+        Args:
+            own: What stands there.
+            device: Of the run.
+        """
+        if type(own) not in _DICTS:
+            return False
+        for key, one in self.entries.items():
+            if isinstance(one, Sent):
+                own[key] = one.received(device)
+            elif key not in own or not one.into(own[key], device):
+                return False
+        return True
+
+
 class FromLast(NamedTuple):
     """What the last stage tells the others after a batch.
 
     Attributes:
         values: By label.
-        added: To lists that stay where they are, by label.
+        added: To lists and dictionaries that stay where they are, by label.
         rows: What cuts a value by rows, by label, of those as well that are not sent.
         unmerged: Labels of what has no value for the batch.
         elsewhere: Labels of where it has what stands for a value of another stage, which has that.
     """
 
     values: dict[str, Sent]
-    added: dict[str, Added]
+    added: dict[str, Added | AddedInside]
     rows: dict[str, Rows]
     unmerged: list[str]
     elsewhere: list[str]
 
 
-def added_to(value: Any, start: Kept) -> Added | None:
-    """What few items a batch has added to the end of a list; None where it has done anything else.
+def added_to(value: Any, start: Kept) -> Added | AddedInside | None:
+    """What few items a batch has added to a list's end, or to a dictionary; None where it did anything else.
 
     Args:
         value: What stands there now.
         start: What stood there when the batch began.
     """
-    if (
-        value is not start.value
-        or not start.inner
-        or type(value) not in (list, deque)
-        or start.changed_inside
-    ):
+    if value is not start.value or not start.inner:
         return None
-    before, now = list(start.inner[0][1]), list(value)
+    stood = {id(held): saved for held, saved in start.inner}
+    found = _added(value, stood, start.changed)
+    return found if found is not None and _size_added(found) <= _MOST else None
+
+
+def _added(value: Any, stood: Mapping[int, Any], changed: set[int]) -> Added | AddedInside | None:
+    """The same, of any size, by what stood in each container, and which have changed."""
+    if type(value) in _DICTS:
+        return _added_inside(value, stood, changed)
+    if type(value) not in (list, deque):
+        return None
+    before, now = list(stood[id(value)]), list(value)
+    if any(id(item) in changed for item in before):
+        return None
     lost = range(
         len(before) + 1 if getattr(value, "maxlen", None) == len(now) else 1
     )  # by a deque that is full
     kept = next((len(before) - n for n in lost if _is_same(before[n:], now)), None)
-    if kept is None:
+    if kept is None or not travels(now[kept:]):
         return None
-    items = now[kept:]
-    return Added(len(before), Sent.of(items)) if travels(items) and size_of(items) <= _MOST else None
+    return Added(len(before), Sent.of(now[kept:]))
+
+
+def _added_inside(value: Any, stood: Mapping[int, Any], changed: set[int]) -> AddedInside | None:
+    before, entries = stood[id(value)], dict[Any, Added | AddedInside | Sent]()
+    if not before.keys() <= value.keys() or not all(map(_is_key, value)):
+        return None
+    for key, item in value.items():
+        is_old = key in before and item is before[key]
+        if is_old and id(item) in changed:
+            if (found := _added(item, stood, changed)) is None:
+                return None
+            entries[key] = found
+        elif not is_old or isinstance(item, Tensor):  # that may have been written
+            if not travels(item):
+                return None
+            entries[key] = Sent.of(item)
+    return AddedInside(entries)
+
+
+def _size_added(found: Added | AddedInside | Sent) -> int:
+    if isinstance(found, AddedInside):
+        return sum(map(_size_added, found.entries.values()))
+    return size_of(found.value if isinstance(found, Sent) else found.items.value)
 
 
 def _is_same(kept: list[Any], now: list[Any]) -> bool:
