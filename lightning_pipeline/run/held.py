@@ -32,7 +32,15 @@ from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.run.batch import Gradients
 from lightning_pipeline.run.members import Members
-from lightning_pipeline.run.setup import Cut, held_states, kept_by_units, make_whole, move, start_equal
+from lightning_pipeline.run.setup import (
+    Cut,
+    equal_buffers,
+    held_states,
+    kept_by_units,
+    make_whole,
+    move,
+    start_equal,
+)
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
 
@@ -123,6 +131,7 @@ class StagesHeld:
         hooks: On gradients, where one rank alone has registered them.
         meeting: Completes values of several stages in the user's hooks.
         own_parts: What optimizers step over here.
+        has_stepped: Whether gradients were averaged over replicas since the last batch began.
     """
 
     gradients: Gradients
@@ -140,6 +149,7 @@ class StagesHeld:
         self._partition = cut.partition
         self._here = placement.stages_of(members.groups.rank)
         self._equal: list[Tensor] = []
+        self.has_stepped = False
         self._undo: list[Callable[[], Any]] = []
 
     @property
@@ -207,6 +217,14 @@ class StagesHeld:
         self.start_equal()
         self.gradients.list_anew()
         self.hooks = self._hooks_elsewhere()
+
+    def begin_batch(self) -> None:
+        """A batch comes: hooks may have added something, and a step may have left replicas other buffers."""
+        self.take_in()
+        if self.has_stepped:
+            self.has_stepped = False
+            with self._members.failure.watch("making buffers equal", self._members.groups.control):
+                equal_buffers(self._module, self._members.groups)
 
     def spread(self, wider: Mapping[str, Set[int]]) -> None:
         """Give more stages copies of parameters, with what optimizers know of them; all ranks call."""

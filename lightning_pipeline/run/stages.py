@@ -190,7 +190,7 @@ class Stages(StagesHeld):
             stepping: Whether the optimizer steps on it.
         """
         trainer = self._trainer
-        self.take_in()
+        self.begin_batch()
         self.steps.split.as_one.epoch = trainer.current_epoch
         if self._trains_whole:
             self._uncut_begins()
@@ -218,7 +218,7 @@ class Stages(StagesHeld):
             batch_idx: Of the batch.
         """
         trainer = self._trainer
-        self.take_in()
+        self.begin_batch()
         self.steps.split.as_one.epoch = trainer.current_epoch
         first = self._first_part(step, args)
         uncut = self.lockstep.takes(step, first)
@@ -260,12 +260,14 @@ class Stages(StagesHeld):
         if stepping:
             with self.meeting.aside():
                 self.gradients.average()
+            self.has_stepped = True
 
     def after_backward(self) -> None:
         """One of manual optimization has given parameters their gradients: average over replicas."""
         with self.meeting.aside():
             self.hooks.show(by_hand=True)
             self.gradients.average()
+        self.has_stepped = True
         self.meeting.changed()
 
     def clip(self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:

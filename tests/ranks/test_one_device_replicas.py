@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor
@@ -73,3 +74,38 @@ def test_a_checkpoint_goes_on_in_mid_epoch_with_another_number_of_stages(
     assert Path(start).is_dir() == (first is TWO)
     resumed = ranks(then["stages"])(fit_from, then, str(tmp_path / "then"), 3, start)
     torch.testing.assert_close(resumed[0], whole[0], rtol=1e-10, atol=1e-10)
+
+
+class Normalised(Regression):
+    """Its running statistics are buffers, and its loss goes by one that the step writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(self.net[0].out_features).double())
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * (1 + self.mean)
+        self.mean.mul_(0.9).add_(0.1 * batch[1].mean().abs())
+        return loss
+
+
+def normalised(pipeline: dict[str, Any] | None, accumulate: int) -> Any:
+    """On two replicas of these stages, or of DDP."""
+    strategy = DDPStrategy() if pipeline is None else PipelineStrategy(**pipeline, data_parallel_size=2)
+    run = pl.Trainer(
+        accelerator="cpu", devices=2 if pipeline is None else 2 * pipeline["stages"], strategy=strategy,
+        max_epochs=2, logger=False, enable_checkpointing=False, log_every_n_steps=1,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    module = Normalised()
+    run.fit(module, loader(shuffle=True), loader(seed=4))
+    found = {name: value.clone() for name, value in module.named_buffers() if "num_batches" not in name}
+    return {**weights(module), **found}, {"val_loss": float(run.callback_metrics["val_loss"])}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_replicas_have_the_buffers_of_the_first_one_as_under_ddp(ranks: Ranks, accumulate: int) -> None:
+    expected = ranks(2)(normalised, None, accumulate)[0]
+    found = ranks(4)(normalised, {"stages": 2, "num_microbatches": 1}, accumulate)
+    assert_same(found[0], expected, tolerance=1e-10)

@@ -12,6 +12,7 @@ _LIBRARIES = {
     "lightning",
     "lightning_pipeline",
     "lightning_fabric",
+    "lightning_utilities",
     "pytorch_lightning",
     "torchmetrics",
     *sys.stdlib_module_names,

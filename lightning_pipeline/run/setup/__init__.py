@@ -15,6 +15,7 @@ from lightning_pipeline.run.setup.trainer import (
     seed_of_run,
 )
 from lightning_pipeline.run.setup.whole import (
+    equal_buffers,
     held_states,
     kept_by_units,
     listed_states,
@@ -35,6 +36,7 @@ __all__ = [
     "compare_modules",
     "compare_optimizers",
     "compare_runs",
+    "equal_buffers",
     "headline",
     "held_states",
     "hooks_undone",

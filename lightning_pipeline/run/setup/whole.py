@@ -96,6 +96,28 @@ def start_equal(
             _broadcast(one.parameter, source, groups, group)
 
 
+def equal_buffers(module: nn.Module, groups: Groups) -> None:
+    """Give replicas the buffers of the first one, as DDP does before the forward that follows a step.
+
+    Args:
+        module: Of which this rank holds some buffers: the same as its fellows of other replicas.
+        groups: Of the ranks.
+    """
+    if groups.data_parallel is None or groups.data_parallel.size() == 1:
+        return
+    source, by_kind = groups.numbering.global_rank(groups.rank, 0), dict[Any, list[Tensor]]()
+    for buffer in module.buffers():
+        if not (is_placeholder(buffer) or buffer.is_meta) and buffer.numel():
+            by_kind.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+    with torch.no_grad():
+        for buffers in by_kind.values():
+            told = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            _broadcast(told, source, groups, groups.data_parallel)
+            parts = told.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True) if groups.replica else ():
+                buffer.copy_(part.view_as(buffer))
+
+
 def _broadcast(tensor: Tensor, source: int, groups: Groups, group: dist.ProcessGroup) -> None:
     """By the group that carries tensors of its device: before a run weights are in host memory."""
     carries = groups.flags_of(group) if tensor.device.type == "cpu" else group
