@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MeanSquaredError
+from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError
+from torchmetrics.wrappers import MinMaxMetric, MultitaskWrapper
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
@@ -121,7 +123,54 @@ class BySample(Regression):
             mean.reset()
 
 
-KINDS = {one.__name__: one for one in (Metered, Totals, Numbers, ResetAtTimes, ResetAtFirst, BySample)}
+class OfTasks(Regression):
+    """A metric gives a dictionary, after which the step keeps something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_tasks = MultitaskWrapper({"error": MeanSquaredError(), "mean": MeanAbsoluteError()})
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found, target = self.net(batch[0]), batch[1]
+        told = self.of_tasks({"error": found, "mean": found}, {"error": target, "mean": target})
+        self.log_dict({f"of {name}": value for name, value in told.items()})
+        self.kept.append(found.detach())
+        return F.mse_loss(found, target)
+
+    def on_train_epoch_end(self) -> None:
+        self.of_tasks.reset()
+        self.log("spread", torch.cat(self.kept).std())
+        self.kept.clear()
+
+
+class OfOutputs(Regression):
+    """A metric gives a number for each output, and one its extremes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.extremes = MeanSquaredError(num_outputs=3), MinMaxMetric(MeanMetric())
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.net(batch[0])
+        each = self.each(found, batch[1])
+        self.log_dict({"first": each[0], "second": each[1]})
+        loss = F.mse_loss(found, batch[1])
+        self.extremes.update(loss.detach())
+        self.kept.append(found.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("max", self.extremes.compute()["max"])
+        self.log("spread", torch.cat(self.kept).std())
+        self.kept.clear()
+
+
+KINDS = {
+    one.__name__: one
+    for one in (OfTasks, OfOutputs, Metered, Totals, Numbers, ResetAtTimes, ResetAtFirst, BySample)
+}
 
 
 def fit_metered(pipeline: dict[str, Any] | None, kind: str) -> Any:

@@ -9,6 +9,7 @@ from lightning_pipeline.model.loss.follower import Follower as Follower
 from lightning_pipeline.model.loss.follower import Part as Part
 from lightning_pipeline.model.loss.follower import check_no_class_weights as check_no_class_weights
 from lightning_pipeline.model.loss.follower import seeds_of as seeds_of
+from lightning_pipeline.model.loss.metric_answers import stub_metrics as stub_metrics
 from lightning_pipeline.model.loss.metric_calls import MetricCalls as MetricCalls
 from lightning_pipeline.model.loss.observer import Observer as Observer
 from lightning_pipeline.model.loss.observer import rehearsed as rehearsed

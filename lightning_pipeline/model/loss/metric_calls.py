@@ -6,7 +6,6 @@ micro-batch is its own; where that is logged, the metric's answer for the batch 
 the library that only takes samples, and adds them up, gets them at once: nothing is kept of those.
 """
 
-import copy
 import math
 import warnings
 from collections import Counter
@@ -22,11 +21,11 @@ from torchmetrics import Metric, MetricCollection
 from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf, together_in_form
 from lightning_pipeline.model.loss.events import type_of
 from lightning_pipeline.model.loss.follower import Part
+from lightning_pipeline.model.loss.metric_copies import METHODS, copy_of
 from lightning_pipeline.model.loss.metric_kinds import AnyMetric, goes_by_call, sums_samples
 from lightning_pipeline.patching import patched
 
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
-METHODS = ("forward", "update", "compute", "reset")
 
 
 class Kept(NamedTuple):
@@ -445,27 +444,7 @@ class MetricCalls:
 
     def _copy(self, metric: AnyMetric) -> Any:
         """Its states are copied; networks in it are not, and it gathers from nobody."""
-        shared: dict[int, Any] = {}
-        for part in metric.modules():
-            group: Any = getattr(part, "process_group", None)
-            shared[id(group)] = group
-            if not any(isinstance(inner, AnyMetric) for inner in part.modules()):
-                shared[id(part)] = part
-        replaced = [
-            (part, {name: vars(part).pop(name) for name in METHODS if name in vars(part)})
-            for part in metric.modules()
-            if id(part) in self._originals
-        ]
-        try:
-            with torch.inference_mode(False):
-                made = copy.deepcopy(metric, shared)
-        finally:
-            for part, methods in replaced:
-                vars(part).update(methods)
-        for part in made.modules():
-            if isinstance(part, Metric):
-                part.distributed_available_fn = _alone
-        return made
+        return copy_of(metric, self._originals)
 
     # ---- the batch's calls
 
@@ -574,11 +553,6 @@ class MetricCalls:
             "by samples is taken: give it values for each sample, or call it in on_train_batch_end or "
             "on_validation_batch_end"
         )
-
-
-def _alone() -> bool:
-    """Copies gather from nobody."""
-    return False
 
 
 def _value_or_nan(draft: Any, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,6 @@ from lightning_pipeline.model.places.metrics import (
     metrics_of,
     named_metrics,
     others_refused,
-    stub_metrics,
 )
 from lightning_pipeline.model.places.owners import (
     FILLED,
@@ -86,7 +85,6 @@ __all__ = [
     "named_metrics",
     "others_refused",
     "put_by_place",
-    "stub_metrics",
     "taken_by_all",
     "values_of",
     "write_into",

@@ -4,7 +4,6 @@ Those of the module, in its plain containers and objects too, and others that a 
 as a global one: those are known from then on.
 """
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -233,26 +232,6 @@ def metrics_of(root: nn.Module) -> list[Metric | MetricCollection]:
 
 
 @contextmanager
-def stub_metrics(
-    metrics: Sequence[Metric | MetricCollection], on_value: Callable[[Any], None], scalar: Callable[[], Any],
-    answer: Callable[[Metric | MetricCollection, int], Any] = lambda metric, nth: None,
-) -> Iterator[None]:  # fmt: skip
-    """Let metrics only tell what they were given.
-
-    Args:
-        metrics: The metrics.
-        on_value: Told that.
-        scalar: Gives what a call returns, or one for each member.
-        answer: Given the metric and how many calls there were before, gives what is known to be the answer;
-            None where that is not known.
-    """
-    with ExitStack() as stack:
-        for metric in metrics:
-            stack.enter_context(patched(metric, _stubs(metric, on_value, scalar, answer)))
-        yield
-
-
-@contextmanager
 def around_metrics(
     metrics: Sequence[Metric | MetricCollection], around: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
@@ -270,25 +249,3 @@ def around_metrics(
             methods = {name: wrapped(getattr(metric, name)) for name in _METRIC_METHODS}
             stack.enter_context(patched(metric, methods))
         yield
-
-
-def _stubs(
-    metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any],
-    answer: Callable[[Metric | MetricCollection, int], Any],
-) -> dict[str, Any]:  # fmt: skip
-    names = [str(name) for name in metric] if isinstance(metric, MetricCollection) else None
-
-    calls = itertools.count()
-
-    def result(*args: Any, **kwargs: Any) -> Any:
-        on_value((args, kwargs))
-        known = answer(metric, next(calls))
-        if known is not None:
-            return known
-        return scalar() if names is None else {name: scalar() for name in names}
-
-    def silent(*args: Any, **kwargs: Any) -> None:
-        next(calls)
-        on_value((args, kwargs))
-
-    return {"forward": result, "compute": result, "update": silent, "reset": silent}

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.loss import Bent, Follower, MetricCalls, Part
+from lightning_pipeline.model.loss import Bent, Follower, MetricCalls, Part, stub_metrics
 from lightning_pipeline.model.places import (
     around_metrics,
     changes_of_metrics,
     metrics_of,
     others_refused,
-    stub_metrics,
 )
 from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.tensors import (

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.places import metrics_of, others_refused, stub_metrics
+from lightning_pipeline.model.loss import stub_metrics
+from lightning_pipeline.model.places import metrics_of, others_refused
 from lightning_pipeline.model.tensors import (
     Given,
     OpaqueError,

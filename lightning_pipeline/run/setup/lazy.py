@@ -12,7 +12,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lightning_pipeline.data import random_states_kept, set_random_states
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks import Beside
-from lightning_pipeline.model.places import Standing, metrics_of, stub_metrics
+from lightning_pipeline.model.loss import stub_metrics
+from lightning_pipeline.model.places import Standing, metrics_of
 from lightning_pipeline.model.tensors import ModuleState, map_tensors
 from lightning_pipeline.model.trace import stub_sinks
 from lightning_pipeline.run.setup.trainer import as_the_loop_will, loggers_set_aside

@@ -1,0 +1,155 @@
+"""Metrics that take nothing and answer with what stands for numbers, in the form that their answers have.
+
+The form, such as a dictionary of several, is found by asking a copy once.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_pipeline._torch import DisableTorchFunction, disable_current_modes
+from lightning_pipeline.model.loss.metric_copies import copy_of
+from lightning_pipeline.model.tensors import map_tensors
+from lightning_pipeline.patching import patched
+
+_log = logging.getLogger(__name__)
+_LARGEST = 1 << 20  # elements of what a copy is given, and of its states
+_forms: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+
+class Answers:
+    """Stands for the answers of one metric while it takes nothing.
+
+    Args:
+        metric: That is asked.
+        scalar: Gives what stands for a number.
+    """
+
+    def __init__(self, metric: Metric | MetricCollection, scalar: Callable[[], Any]) -> None:
+        self._metric, self._scalar = metric, scalar
+        self._updated: tuple[Any, Any] | None = None
+
+    def update(self, given: tuple[Any, Any]) -> None:
+        """It has been given these arguments, of which nobody keeps the values."""
+        if "compute" not in _forms.setdefault(self._metric, {}):
+            with disable_current_modes(), DisableTorchFunction():
+                self._updated = map_tensors(_shaped, given)
+
+    def to(self, method: str, given: tuple[Any, Any]) -> Any:
+        """What stands for what the method gives: numbers in the form that its answer has.
+
+        Args:
+            method: `forward` or `compute`.
+            given: Its arguments.
+        """
+        forms = _forms.setdefault(self._metric, {})
+        if method not in forms:
+            forms[method] = self._tried(method, given)
+        return self._standing(forms[method])
+
+    def _standing(self, form: Any) -> Any:
+        if isinstance(form, Tensor):
+            number = self._scalar()
+            return number.expand(form.shape) if form.dim() else number
+        if isinstance(form, dict):
+            return {key: self._standing(item) for key, item in form.items()}
+        if type(form) in (list, tuple):
+            return type(form)(map(self._standing, form))
+        if isinstance(self._metric, MetricCollection):
+            return {str(name): self._scalar() for name in self._metric}
+        return self._scalar()
+
+    def _tried(self, method: str, given: tuple[Any, Any]) -> Any:
+        """The answer of a copy to made-up values of these shapes; None where that cannot be asked."""
+        metric = self._metric
+        if any(True for _ in metric.parameters()) or sum(one.numel() for one in _states(metric)) > _LARGEST:
+            return None
+        with disable_current_modes(), DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
+            draft = copy_of(metric)
+            try:
+                if method == "forward":
+                    args, kwargs = self._made_up(map_tensors(_shaped, given))
+                    found = draft(*args, **kwargs)
+                else:
+                    if self._updated is not None:
+                        args, kwargs = self._made_up(self._updated)
+                        draft.update(*args, **kwargs)
+                    found = draft.compute()
+                return map_tensors(lambda one: torch.empty(one.shape, device="meta"), found)
+            except Exception as error:  # the metric's, for made-up values
+                _log.debug("what %s gives cannot be tried: %s", type(metric).__name__, error)
+                return None
+            finally:
+                draft.reset()  # others may have noted it, and would keep what it was given
+
+    def _made_up(self, given: tuple[Any, Any]) -> tuple[Any, Any]:
+        device = cast(torch.device, self._metric.device)
+
+        def made(tensor: Tensor) -> Tensor:
+            if tensor.numel() > _LARGEST:
+                raise ValueError("too large to be made up")
+            value = 0.5 if tensor.dtype.is_floating_point else 0
+            return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+
+        found: tuple[Any, Any] = map_tensors(made, given)
+        return found
+
+
+def _shaped(tensor: Tensor) -> Tensor:
+    """Nothing of it but its form."""
+    return torch.empty(tuple(map(int, tensor.shape)), dtype=tensor.dtype, device="meta")
+
+
+def _states(metric: nn.Module) -> list[Tensor]:
+    held = [vars(part).get(name) for part in metric.modules() for name in getattr(part, "_defaults", ())]
+    return [one for value in held for one in (value if isinstance(value, list) else [value])
+            if isinstance(one, Tensor)]  # fmt: skip
+
+
+@contextmanager
+def stub_metrics(
+    metrics: Sequence[Metric | MetricCollection], on_value: Callable[[Any], None], scalar: Callable[[], Any],
+    answer: Callable[[Metric | MetricCollection, int], Any] = lambda metric, nth: None,
+) -> Iterator[None]:  # fmt: skip
+    """Let metrics only tell what they were given.
+
+    Args:
+        metrics: The metrics.
+        on_value: Told that.
+        scalar: Gives what stands for each number that a call returns.
+        answer: Given the metric and how many calls there were before, gives what is known to be the answer;
+            None where that is not known.
+    """
+    with ExitStack() as stack:
+        for metric in metrics:
+            stack.enter_context(patched(metric, _stubs(metric, on_value, scalar, answer)))
+        yield
+
+
+def _stubs(
+    metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any],
+    answer: Callable[[Metric | MetricCollection, int], Any],
+) -> dict[str, Any]:  # fmt: skip
+    answers, calls = Answers(metric, scalar), itertools.count()
+
+    def result(method: str, *args: Any, **kwargs: Any) -> Any:
+        on_value((args, kwargs))
+        known = answer(metric, next(calls))
+        return answers.to(method, (args, kwargs)) if known is None else known
+
+    def silent(method: str, *args: Any, **kwargs: Any) -> None:
+        next(calls)
+        on_value((args, kwargs))
+        if method == "update":
+            answers.update((args, kwargs))
+
+    gives = {name: partial(result, name) for name in ("forward", "compute")}
+    return gives | {name: partial(silent, name) for name in ("update", "reset")}
