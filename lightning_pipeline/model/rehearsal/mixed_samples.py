@@ -111,11 +111,14 @@ class MixedSamples:
 
     def _compare_called(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> None:
         """Where a micro-batch calls other functions than the batch, and is the first to: look at it."""
-        if not step.trace.steered:
-            return
         parts = self._finder.called
-        with self._begun(None, sizes):
-            self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+        if not step.trace.steered or _takes(step.trace):
+            return
+        try:
+            with self._begun(None, sizes):
+                self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+        except SplitError:
+            return  # of what cannot be run at this size the micro-batches alone tell
         (of_whole,), known = self._finder.called, self._combinations.setdefault(step.name, set())
         others = [number for number, called in enumerate(parts) if called != of_whole]
         combination = frozenset(parts), of_whole
@@ -140,8 +143,7 @@ class MixedSamples:
         self._batches[step.name] += 1
         if first or (self._batches[step.name] in _AGAIN and _keeps(trace)):
             numbers = [0, *filter(None, numbers)]
-        takes = any(isinstance(effect.place.get(), Replayed) for effect in trace.effects)  # from an iterator
-        if takes or not numbers or not is_cut_by_rows(whole, step.microbatches, sizes):
+        if _takes(trace) or not numbers or not is_cut_by_rows(whole, step.microbatches, sizes):
             return
         left = _MOST_LOOKS - self._looks.get(step.name, 0)
         numbers = numbers[: max(left, 0)]
@@ -216,12 +218,12 @@ class MixedSamples:
             Whether the micro-batches are given their part; otherwise that is not tried again for these sizes,
             unless it is for the ways of this batch alone.
         """
-        (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
-        if any(one.trace.path != route.trace.path for one in step.routes):
-            if not self._is_known_for_all(step, route):
-                return False
-            find_ways(step, sizes, route)
         try:
+            (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+            if any(one.trace.path != route.trace.path for one in step.routes):
+                if not self._is_known_for_all(step, route):
+                    return False
+                find_ways(step, sizes, route)
             found = self._found(step, whole, sizes, route)
         except CannotRepeatError:
             found = None
@@ -353,6 +355,11 @@ class MixedSamples:
             self._reading.add(step.name)
             raise CannotRepeatError(read[0])
         return mixing
+
+
+def _takes(trace: Trace) -> bool:
+    """Whether a step takes from an iterator."""
+    return any(isinstance(effect.place.get(), Replayed) for effect in trace.effects)
 
 
 def _keeps(trace: Trace) -> bool:
