@@ -16,6 +16,8 @@ from lightning_pipeline.model.state import ElsewhereError
 from lightning_pipeline.patching import Undo, all_undone, patch
 from lightning_pipeline.ranks import Board, Outlet, on_device
 
+_LONGEST = 1000  # items of an attribute that is told
+
 
 class SharedMetrics:
     """Makes `compute()` of every metric mean: the value of the last stage, on every rank that asks.
@@ -45,6 +47,7 @@ class SharedMetrics:
         self._gathers = whole if outlet.is_source else {**whole, "distributed_available_fn": _not_here}
         self._undo: list[Undo] = []
         self._own: dict[int, tuple[Metric, dict[str, Any]]] = {}  # what metrics had before, by `id`
+        self._of_users: dict[str, Metric] = {}  # whose classes may count something beside their states
         self._module = module
         self._look()
         self._undo += [_as_one_device(replicas), metrics_born(module, lambda: not self._inside)]
@@ -73,6 +76,9 @@ class SharedMetrics:
         }
         new = {name: m for name, m in parts.items() if isinstance(m, Metric) and id(m) not in self._own}
         named = {id(m): (name, m) for name, m in new.items()}
+        self._of_users |= {
+            name: m for name, m in named.values() if not type(m).__module__.startswith("torchmetrics.")
+        }
         for name, metric in named.values():
             self._own[id(metric)] = metric, {key: getattr(metric, key) for key in self._gathers}
             changed = {"compute": partial(self._compute, name, metric, metric.compute), **self._gathers}
@@ -138,9 +144,24 @@ class SharedMetrics:
         with self.local():
             yield
         self._look_again()  # the step was traced
+        self._tell_attributes()
         posted, self._posted = self._posted, []  # ranks that asked have done so: they took part in this step
         for key in posted:
             self._board.remove(key)
+
+    def _tell_attributes(self) -> None:
+        """Let metrics of the user's own classes have plain attributes as they are on the last stage."""
+        if not self._of_users or self._outlet.group is None:
+            return
+        told = self._outlet.share(
+            lambda: {
+                name: {key: value for key, value in vars(m).items() if key[:1] != "_" and _is_plain(value)}
+                for name, m in self._of_users.items()
+            }
+        )
+        for name, metric in () if self._outlet.is_source else self._of_users.items():
+            for key, value in told.get(name, {}).items():
+                setattr(metric, key, value)
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -159,6 +180,14 @@ class SharedMetrics:
             yield
         finally:
             self._elsewhere = False
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, or has nothing else in it."""
+    if isinstance(value, list | tuple | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= _LONGEST and all(map(_is_plain, items))
+    return type(value) in (bool, int, float, str, type(None))
 
 
 def _as_one_device(replicas: dist.ProcessGroup | None) -> Undo:

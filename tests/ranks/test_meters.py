@@ -167,10 +167,43 @@ class OfOutputs(Regression):
         self.kept.clear()
 
 
-KINDS = {
+class Counting(MeanMetric):
+    """Counts its updates in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        self.calls += 1
+        self.seen.append(self.calls)
+
+
+class ByCalls(Regression):
+    """Lowers its rate by what a metric has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = Counting()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.mean.update(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + self.mean.calls + sum(self.mean.seen))
+
+
+KINDS: dict[str, Any] = {
     one.__name__: one
-    for one in (OfTasks, OfOutputs, Metered, Totals, Numbers, ResetAtTimes, ResetAtFirst, BySample)
-}
+    for one in (
+        ByCalls, OfTasks, OfOutputs, Metered, Totals, Numbers, ResetAtTimes, ResetAtFirst, BySample,
+    )
+}  # fmt: skip
 
 
 def fit_metered(pipeline: dict[str, Any] | None, kind: str) -> Any:
