@@ -58,7 +58,9 @@ class LockSteps:
             first: Gives the arguments of its first micro-batch.
         """
         if step not in self._decided:
-            error = self._refusal(step, (tuple(first()), {}))
+            microbatch: Microbatch = tuple(first()), {}
+            with self._meeting.aside():  # of a hook that runs it, such as a search for a learning rate
+                error = self._refusal(step, microbatch)
             refused = self._replica.any_of(f"looking at {step}", error is not None)[0]
             if refused:
                 rank_zero_warn(

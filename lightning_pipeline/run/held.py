@@ -221,10 +221,11 @@ class StagesHeld:
     def begin_batch(self) -> None:
         """A batch comes: hooks may have added something, and a step may have left replicas other buffers."""
         self.take_in()
-        if self.has_stepped:
+        groups = self._members.groups
+        if self.has_stepped and groups.numbering.replicas > 1:
             self.has_stepped = False
-            with self._members.failure.watch("making buffers equal", self._members.groups.control):
-                equal_buffers(self._module, self._members.groups)
+            with self._members.failure.watch("making buffers equal", groups.control):
+                equal_buffers(self._module, groups)
 
     def spread(self, wider: Mapping[str, Set[int]]) -> None:
         """Give more stages copies of parameters, with what optimizers know of them; all ranks call."""

@@ -1,13 +1,14 @@
 """Checkpoints hold all stages under the whole module's names, and resume on any number of stages."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_pipeline.errors import CheckpointError
@@ -160,3 +161,24 @@ def test_optimizers_are_made_after_hooks_have_loaded(ranks: Ranks, tmp_path: Pat
     pipeline = {"stages": stages, "num_microbatches": 2}
     for found in ranks(stages)(fit_by_what_was_loaded, pipeline, str(tmp_path / "own.ckpt")):
         assert_same(found, expected)
+
+
+class Stops(Regression):
+    """Its run is interrupted."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_one_rank_saves_after_it_was_interrupted(tmp_path: Path) -> None:
+    run = trainer({"stages": 1, "num_microbatches": 2}, callbacks=[OnExceptionCheckpoint(tmp_path)])
+    module = Stops()
+    with suppress(KeyboardInterrupt, SystemExit):
+        run.fit(module, loader())
+    run.save_checkpoint(tmp_path / "by_hand.ckpt")
+    for name in ("on_exception", "by_hand"):
+        found = Stops()
+        again = trainer({"stages": 1})
+        again.validate(found, loader(), ckpt_path=str(tmp_path / f"{name}.ckpt"), verbose=False)
+        assert_same((weights(found), {}), (weights(module), {}))

@@ -9,20 +9,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_pipeline._torch import DisableTorchFunction, disable_current_modes
+from lightning_pipeline._torch import (
+    DisableTorchFunction,
+    current_function_mode,
+    disable_current_modes,
+    pop_function_mode,
+    push_function_mode,
+)
 from lightning_pipeline.model.loss.metric_copies import copy_of
+from lightning_pipeline.model.random import random_state_kept
 from lightning_pipeline.model.tensors import map_tensors
 from lightning_pipeline.patching import patched
 
 _log = logging.getLogger(__name__)
 _LARGEST = 1 << 20  # elements of what a copy is given, and of its states
-_forms: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+_forms: dict[int, tuple[ref[nn.Module], dict[str, Any]]] = {}
+"""By identity: two metrics that are compared make a third one."""
 
 
 class Answers:
@@ -39,7 +47,7 @@ class Answers:
 
     def update(self, given: tuple[Any, Any]) -> None:
         """It has been given these arguments, of which nobody keeps the values."""
-        if "compute" not in _forms.setdefault(self._metric, {}):
+        if "compute" not in _forms_of(self._metric):
             with disable_current_modes(), DisableTorchFunction():
                 self._updated = map_tensors(_shaped, given)
 
@@ -50,10 +58,11 @@ class Answers:
             method: `forward` or `compute`.
             given: Its arguments.
         """
-        forms = _forms.setdefault(self._metric, {})
-        if method not in forms:
-            forms[method] = self._tried(method, given)
-        return self._standing(forms[method])
+        forms = _forms_of(self._metric)
+        with DisableTorchFunction():  # a run that is followed has no function for it, as steps have none
+            if method not in forms:
+                forms[method] = self._tried(method, given)
+            return self._standing(forms[method])
 
     def _standing(self, form: Any) -> Any:
         if isinstance(form, Tensor):
@@ -72,7 +81,7 @@ class Answers:
         metric = self._metric
         if any(True for _ in metric.parameters()) or sum(one.numel() for one in _states(metric)) > _LARGEST:
             return None
-        with disable_current_modes(), DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
+        with disable_current_modes(), _without_functions(), torch.no_grad(), random_state_kept():
             draft = copy_of(metric)
             try:
                 if method == "forward":
@@ -101,6 +110,27 @@ class Answers:
 
         found: tuple[Any, Any] = map_tensors(made, given)
         return found
+
+
+def _forms_of(metric: nn.Module) -> dict[str, Any]:
+    """What is known of its answers, by the method."""
+    known, key = _forms.get(id(metric)), id(metric)
+    if known is None or known[0]() is not metric:
+        known = _forms[key] = ref(metric, lambda _: _forms.pop(key, None)), {}
+    return known[1]
+
+
+@contextmanager
+def _without_functions() -> Iterator[None]:
+    """Inside, nobody sees functions; `torch.device` is one that is seen with `DisableTorchFunction`, too."""
+    modes = list[Any]()
+    while current_function_mode() is not None:
+        modes.append(pop_function_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            push_function_mode(mode)
 
 
 def _shaped(tensor: Tensor) -> Tensor:

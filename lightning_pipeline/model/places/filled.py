@@ -71,13 +71,14 @@ class FilledContainers:
             for effect in effects:
                 place, value = effect.place, effect.place.get()
                 if effect.from_units and effect.is_container and type(value) in FILLED:
-                    form = self._forms.setdefault(place.label, _Form.of(value))
+                    if place.label not in self._forms:
+                        self._forms[place.label] = _Form.of(value)
 
                     def refuse(*args: Any, label: str = place.label, **kwargs: Any) -> NoReturn:
                         read.append(label)
                         raise self._refusal(label)
 
-                    place.put(_unread(form, refuse))
+                    place.put(_unread(self._forms[place.label], refuse))
                     stack.callback(place.put, value)
             yield read
 

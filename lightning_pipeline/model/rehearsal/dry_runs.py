@@ -261,7 +261,8 @@ class Walk(_DryRun):
         call = node.through.trace.calls[self._depth]
         self._node, self._depth = node, self._depth + 1
         if self._reads.collects:
-            self.called = hash((self.called, unit, standing_of(self._view.module_of(unit))))
+            stands = standing_of(self._view.module_of(unit), numbers=False)
+            self.called = hash((self.called, unit, stands))
         specs = call.resized(inputs_of((args, kwargs))) or [self._fit(node.through, s) for s in call.specs]
         tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._view.repeated)

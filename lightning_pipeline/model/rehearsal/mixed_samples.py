@@ -238,18 +238,11 @@ class MixedSamples:
 
         What comes of it in the end, such as a loss that some have no part in, the batch as one will tell, on
         what units have given; that tells nothing of what these were given, nor of their flags.
-
-        Args:
-            step: The batch.
-            whole: Its arguments as one.
-            sizes: Samples of each micro-batch.
         """
-        if step.name not in self._finder.torn or step.mixing or len(sizes) == 1 or whole is None:
-            return False
         runs = [Derivations() for _ in (whole, *sizes)]
         try:
+            (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
             with self._apart(step.name):
-                (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
                 self._run_whole(step, whole, route, runs[0])
                 for number, run in enumerate(runs[1:]):
                     self._run_part(step, number, sizes, run)

@@ -103,8 +103,7 @@ def equal_buffers(module: nn.Module, groups: Groups) -> None:
         module: Of which this rank holds some buffers: the same as its fellows of other replicas.
         groups: Of the ranks.
     """
-    if groups.data_parallel is None or groups.data_parallel.size() == 1:
-        return
+    assert groups.data_parallel is not None, "there are several replicas"
     source, by_kind = groups.numbering.global_rank(groups.rank, 0), dict[Any, list[Tensor]]()
     for buffer in module.buffers():
         if not (is_placeholder(buffer) or buffer.is_meta) and buffer.numel():
