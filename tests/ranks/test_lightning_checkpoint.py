@@ -172,7 +172,8 @@ class Stops(Regression):
 
 
 def test_one_rank_saves_after_it_was_interrupted(tmp_path: Path) -> None:
-    run = trainer({"stages": 1, "num_microbatches": 2}, callbacks=[OnExceptionCheckpoint(tmp_path)])
+    saves = OnExceptionCheckpoint(tmp_path)
+    run = trainer({"stages": 1, "num_microbatches": 2}, callbacks=[saves], enable_checkpointing=True)
     module = Stops()
     with suppress(KeyboardInterrupt, SystemExit):
         run.fit(module, loader())
