@@ -11,12 +11,12 @@ from torch import nn
 from torchmetrics import Metric, MetricTracker
 from torchmetrics.metric import jit_distributed_available
 
-from lightning_pipeline.model.places import changes_of_metrics, metrics_born, named_metrics
-from lightning_pipeline.model.state import ElsewhereError
+from lightning_pipeline.model.places import Owner, changes_of_metrics, metrics_born, named_metrics
+from lightning_pipeline.model.state import ElsewhereError, Sent, left_in, put_in
 from lightning_pipeline.patching import Undo, all_undone, patch
 from lightning_pipeline.ranks import Board, Outlet, on_device
 
-_LONGEST = 1000  # items of an attribute that is told
+_MOST = 1 << 16  # bytes of attributes of a metric that are told after a step
 
 
 class SharedMetrics:
@@ -150,18 +150,22 @@ class SharedMetrics:
             self._board.remove(key)
 
     def _tell_attributes(self) -> None:
-        """Let metrics of the user's own classes have plain attributes as they are on the last stage."""
+        """Let metrics of the user's own classes have attributes beside their states as on the last stage."""
         if not self._of_users or self._outlet.group is None:
             return
-        told = self._outlet.share(
-            lambda: {
-                name: {key: value for key, value in vars(m).items() if key[:1] != "_" and _is_plain(value)}
-                for name, m in self._of_users.items()
+        owners = {name: Owner(vars(metric), f"{name}.") for name, metric in self._of_users.items()}
+
+        def left() -> dict[str, dict[str, Sent]]:
+            """By metric, and by the label of the attribute."""
+            return {
+                name: left_in([owners[name].place(key) for key in _attributes(metric)], _MOST)[0]
+                for name, metric in self._of_users.items()
             }
-        )
-        for name, metric in () if self._outlet.is_source else self._of_users.items():
-            for key, value in told.get(name, {}).items():
-                setattr(metric, key, value)
+
+        told = self._outlet.share(left)
+        for name, own in () if self._outlet.is_source else told.items():
+            places = [owners[name].place(label.removeprefix(f"{name}.")) for label in own]
+            put_in(places, own, self._of_users[name].device)
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -182,12 +186,9 @@ class SharedMetrics:
             self._elsewhere = False
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, or has nothing else in it."""
-    if isinstance(value, list | tuple | dict):
-        items = value.values() if isinstance(value, dict) else value
-        return len(value) <= _LONGEST and all(map(_is_plain, items))
-    return type(value) in (bool, int, float, str, type(None))
+def _attributes(metric: Metric) -> list[str]:
+    """Names of what it keeps for itself beside its states."""
+    return [key for key in vars(metric) if key[:1] != "_" and key not in metric._defaults]
 
 
 def _as_one_device(replicas: dist.ProcessGroup | None) -> Undo:

@@ -13,24 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import assert_same, trainer, weights
+from tests.ranks.wrong_cases import WIDTH, Layer
 
 Ranks = Callable[[int], Pool]
-WIDTH = 5
 DECIDES = ["eval", "frozen", "set", "scale", "detach", "no grad", "factor", "skip", "another"]
 KEEPS = ["nothing", "list", "nested", "default", "lists"]
-
-
-class Layer(nn.Module):
-    """A residual layer that goes by its mode and an attribute."""
-
-    scale = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * (1.0 if self.training else 0.5) * self.linear(x).tanh()
 
 
 class Branches(pl.LightningModule):

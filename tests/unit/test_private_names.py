@@ -16,7 +16,6 @@ WRITES = {
     "_lightning/trainer.py": "as Lightning's own strategies do: rank zero, the device that a module says it is on",
     "hooks/call_values.py": "what a unit that ran on another rank has set, for good",
     "hooks/loggers.py": "what hooks set on the `experiment` of a logger, passed on to it",
-    "hooks/metrics.py": "what a user's metric has counted on the last stage, for good",
     "hooks/precision.py": "a copy of a plugin, made anew",
     "model/construction/construction.py": "weights of a module that is built in parts, for good",
     "model/construction/places.py": "the same",

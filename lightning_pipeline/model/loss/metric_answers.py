@@ -15,16 +15,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_pipeline._torch import (
-    DisableTorchFunction,
-    current_function_mode,
-    disable_current_modes,
-    pop_function_mode,
-    push_function_mode,
-)
+from lightning_pipeline._torch import DisableTorchFunction, disable_current_modes
 from lightning_pipeline.model.loss.metric_copies import copy_of
 from lightning_pipeline.model.random import random_state_kept
-from lightning_pipeline.model.tensors import map_tensors
+from lightning_pipeline.model.tensors import map_tensors, tensors_in
 from lightning_pipeline.patching import patched
 
 _log = logging.getLogger(__name__)
@@ -62,16 +56,16 @@ class Answers:
         with DisableTorchFunction():  # a run that is followed has no function for it, as steps have none
             if method not in forms:
                 forms[method] = self._tried(method, given)
-            return self._standing(forms[method])
+            return self._in_form(forms[method])
 
-    def _standing(self, form: Any) -> Any:
+    def _in_form(self, form: Any) -> Any:
         if isinstance(form, Tensor):
             number = self._scalar()
             return number.expand(form.shape) if form.dim() else number
         if isinstance(form, dict):
-            return {key: self._standing(item) for key, item in form.items()}
+            return {key: self._in_form(item) for key, item in form.items()}
         if type(form) in (list, tuple):
-            return type(form)(map(self._standing, form))
+            return type(form)(map(self._in_form, form))
         if isinstance(self._metric, MetricCollection):
             return {str(name): self._scalar() for name in self._metric}
         return self._scalar()
@@ -79,9 +73,9 @@ class Answers:
     def _tried(self, method: str, given: tuple[Any, Any]) -> Any:
         """The answer of a copy to made-up values of these shapes; None where that cannot be asked."""
         metric = self._metric
-        if any(True for _ in metric.parameters()) or sum(one.numel() for one in _states(metric)) > _LARGEST:
+        if any(True for _ in metric.parameters()) or _size_of_states(metric) > _LARGEST:
             return None
-        with disable_current_modes(), _without_functions(), torch.no_grad(), random_state_kept():
+        with disable_current_modes(), torch.no_grad(), random_state_kept():
             draft = copy_of(metric)
             try:
                 if method == "forward":
@@ -120,28 +114,15 @@ def _forms_of(metric: nn.Module) -> dict[str, Any]:
     return known[1]
 
 
-@contextmanager
-def _without_functions() -> Iterator[None]:
-    """Inside, nobody sees functions; `torch.device` is one that is seen with `DisableTorchFunction`, too."""
-    modes = list[Any]()
-    while current_function_mode() is not None:
-        modes.append(pop_function_mode())
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            push_function_mode(mode)
-
-
 def _shaped(tensor: Tensor) -> Tensor:
     """Nothing of it but its form."""
     return torch.empty(tuple(map(int, tensor.shape)), dtype=tensor.dtype, device="meta")
 
 
-def _states(metric: nn.Module) -> list[Tensor]:
+def _size_of_states(metric: nn.Module) -> int:
+    """Elements of its states, and of those of metrics in it."""
     held = [vars(part).get(name) for part in metric.modules() for name in getattr(part, "_defaults", ())]
-    return [one for value in held for one in (value if isinstance(value, list) else [value])
-            if isinstance(one, Tensor)]  # fmt: skip
+    return sum(one.numel() for one in tensors_in(held))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +23,8 @@ class Derivations(Functions):
     """
 
     def __init__(self) -> None:
-        self._counts, self._standing = Counter[int](), cast(Hashable, None)
+        self._counts = Counter[int]()
+        self._standing: Hashable = None
         self.calls: dict[tuple[int, int], Hashable] = {}
         self._last: tuple[int, int] = (0, 0)
         self._made: dict[int, tuple[Tensor, Hashable]] = {}  # held: no identity comes twice

@@ -154,7 +154,7 @@ class Seen(Functions):
         self._held: list[Tensor] = []
 
     @property
-    def standing(self) -> dict[tuple[Any, int], int]:
+    def calls_of_units(self) -> dict[tuple[Any, int], int]:
         """The places of calls of units, by the unit and the number of the call."""
         counts, found = Counter[Any](), dict[tuple[Any, int], int]()
         for place, one in enumerate(self.calls):
@@ -270,9 +270,9 @@ def decided_between(whole: Seen, own: Seen, given: Seen) -> dict[str, tuple[str,
         place = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(mine), len(theirs)))
         units = sum(isinstance(one.func, int) for one in whole.calls[:place])
         return {own.lines[min(place, len(mine) - 1)]: ("a condition", units)}
-    standing = whole.standing
-    for number, (key, place) in enumerate(own.standing.items()):
-        if key in standing and own.calls[place].standing != whole.calls[standing[key]].standing:
+    of_whole = whole.calls_of_units
+    for number, (key, place) in enumerate(own.calls_of_units.items()):
+        if key in of_whole and own.calls[place].standing != whole.calls[of_whole[key]].standing:
             return {own.lines[place]: ("a condition", number)}
     return {}
 

@@ -111,9 +111,9 @@ class MixedSamples:
 
     def _compare_called(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> None:
         """Where a micro-batch calls other functions than the batch, and is the first to: look at it."""
-        parts = self._finder.called
         if not step.trace.steered or _takes(step.trace):
             return
+        parts = self._finder.called
         try:
             with self._begun(None, sizes):
                 self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
