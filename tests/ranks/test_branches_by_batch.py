@@ -20,13 +20,21 @@ DECIDES = ["eval", "frozen", "set", "scale", "detach", "no grad", "factor", "ski
 KEEPS = ["nothing", "list", "nested", "default", "lists"]
 
 
-class Branches(pl.LightningModule):
-    """Whether the first sample is positive decides about a layer, or about what it is given."""
+BY: dict[str, Callable[[Tensor], bool]] = {
+    "flag": lambda x: bool(x[0, 0] > 0),
+    "number": lambda x: x[:, 0].sum().item() > 0,
+    "array": lambda x: bool(x[:, 0].numpy().sum() > 0),
+    "list": lambda x: sum(x[:, 0].tolist()) > 0,
+}
 
-    def __init__(self, decides: str, keeps: str) -> None:
+
+class Branches(pl.LightningModule):
+    """Whether the first sample, or a sum, is positive decides about a layer, or about what it is given."""
+
+    def __init__(self, decides: str, keeps: str, *, by: str = "flag") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.decides, self.keeps = decides, keeps
+        self.decides, self.keeps, self.by = decides, keeps, by
         self.layers = nn.ModuleList(Layer() for _ in range(5)).double()
         self.items: list[Tensor] = []
         self.nested: dict[str, Any] = {"rows": [], "means": {"all": []}}
@@ -74,7 +82,7 @@ class Branches(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        chosen = bool(x[0, 0] > 0)
+        chosen = BY[self.by](x)
         h = self.layers[0](x)
         self.keep(h.detach())
         self.stand(chosen=chosen)
@@ -99,8 +107,8 @@ def kept(module: Branches) -> list[Tensor]:
     return [*module.items, *nested, *module.default["rows"]]
 
 
-def fit_branches(pipeline: dict[str, Any] | None, decides: str, keeps: str) -> Any:
-    module, run = Branches(decides, keeps), trainer(pipeline, max_epochs=2)
+def fit_branches(pipeline: dict[str, Any] | None, decides: str, keeps: str, *, by: str = "flag") -> Any:
+    module, run = Branches(decides, keeps, by=by), trainer(pipeline, max_epochs=2)
     run.fit(module)
     logs = {name: float(value) for name, value in run.callback_metrics.items()}
     if run.global_rank == 0:  # the last stage
@@ -117,6 +125,13 @@ def test_branches_are_those_of_one_device(decides: str, keeps: str) -> None:
 
 
 @pytest.mark.parametrize("decides", DECIDES)
+def test_branches_by_a_number_that_is_read_are_those_of_one_device(decides: str) -> None:
+    pipeline = {"stages": 1, "num_microbatches": 2}
+    found, expected = (fit_branches(one, decides, "nothing", by="number") for one in (pipeline, None))
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("decides", DECIDES)
 @pytest.mark.parametrize("schedule", ["ZBH1", "1F1B"])
 def test_branches_are_those_of_one_device_on_several_ranks(ranks: Ranks, schedule: str, decides: str) -> None:
     expected = fit_branches(None, decides, "nested")
@@ -130,3 +145,10 @@ def test_branches_are_those_of_one_device_on_several_ranks(ranks: Ranks, schedul
 def test_branches_that_are_not_followed_are_warned_of(decides: str) -> None:
     with pytest.warns(UserWarning, match="decides by what is in the batch"):
         fit_branches({"stages": 1, "num_microbatches": 2}, decides, "length")
+
+
+@pytest.mark.parametrize("by", ["array", "list"])
+@pytest.mark.parametrize("decides", ["eval", "detach", "factor", "no grad"])
+def test_branches_by_an_array_or_a_list_are_warned_of(decides: str, by: str) -> None:
+    with pytest.warns(UserWarning, match="mixes samples of the batch"):
+        fit_branches({"stages": 1, "num_microbatches": 2}, decides, "nothing", by=by)

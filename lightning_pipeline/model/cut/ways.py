@@ -242,6 +242,24 @@ class Route:
         return any(self.liveness.meets_later_calls[stage] or self.goes_on[stage] for stage in stages)
 
 
+def called_otherwise(whole: Route, own: Route, size: int, total: int) -> int | None:
+    """The first unit that is called neither as often for a micro-batch as for the batch nor once a sample.
+
+    Args:
+        whole: The way of the batch.
+        own: That of the micro-batch.
+        size: Samples of the micro-batch.
+        total: Of the batch.
+    """
+    of_batch, of_part = Counter(whole.trace.path), Counter(own.trace.path)
+    others = (
+        unit
+        for unit in sorted(of_batch | of_part)
+        if of_part[unit] != of_batch[unit] and of_part[unit] * total != of_batch[unit] * size
+    )
+    return next(others, None)
+
+
 def check_ways(whole: Route, routes: Sequence[Route], sizes: Sequence[int]) -> None:
     """Refuse a step that goes another way for a micro-batch than for the batch, as its size decides.
 
@@ -255,20 +273,19 @@ def check_ways(whole: Route, routes: Sequence[Route], sizes: Sequence[int]) -> N
     Raises:
         SplitError: Some unit is called neither as often nor once for each sample.
     """
-    of_batch, total = Counter(whole.trace.path), sum(sizes)
     for route, size in {
         (one.number, size): (one, size) for one, size in zip(routes, sizes, strict=True)
     }.values():
-        own = Counter(route.trace.path)
-        for unit in sorted(of_batch | own):
-            if own[unit] != of_batch[unit] and own[unit] * total != of_batch[unit] * size:
-                raise SplitError(
-                    f"unit {whole.trace.units[unit].name!r} is called {own[unit]} times for a micro-batch of "
-                    f"{size} samples and {of_batch[unit]} times for the batch of {total}, so that "
-                    f"{whole.trace.step} goes another way than on one device: decide by something else than "
-                    "how many samples there are, use num_microbatches=1, or put the choice into the forward "
-                    "of one module and keep that whole with PipelineStrategy(units=['<its name>'])"
-                )
+        unit = called_otherwise(whole, route, size, sum(sizes))
+        if unit is not None:
+            raise SplitError(
+                f"unit {whole.trace.units[unit].name!r} is called {route.trace.path.count(unit)} times for a "
+                f"micro-batch of {size} samples and {whole.trace.path.count(unit)} times for the batch of "
+                f"{sum(sizes)}, so that {whole.trace.step} goes another way than on one device: decide by "
+                "something else than how many samples there are, use num_microbatches=1, or put the choice "
+                "into the forward of one module and keep that whole with "
+                "PipelineStrategy(units=['<its name>'])"
+            )
 
 
 @dataclass(slots=True)

@@ -72,9 +72,10 @@ class Comparison:
             own = self._seen(number, Seen(self._elsewhere, root=self._root))
             parts.append(own)
             if [one.key for one in own.calls] != alike:
-                given = self._seen(number, Seen(self._elsewhere, whole))
-                if found := decided_between(whole, own, given):
-                    return found
+                for arrays in (False, True):
+                    given = self._seen(number, Seen(self._elsewhere, whole, arrays=arrays))
+                    if found := decided_between(whole, own, given):
+                        return found
         if all([one.key for one in own.calls] == alike for own in parts):
             self.by_sizes = goes_by_sizes(whole, parts)
         return {}

@@ -33,6 +33,7 @@ Run = Callable[..., Any]
 _NUMBERS = frozenset(
     {Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.is_nonzero}
 )
+_ARRAYS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__})
 _NUMBER = bool | int | float | complex
 FORM = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__",
@@ -128,6 +129,7 @@ class Seen(Functions):
         elsewhere: Parameters and buffers that some ranks do not have.
         whole: A run for the batch, whose numbers this one for a micro-batch reads.
         root: The LightningModule, where lines are to be noted.
+        arrays: Whether it reads arrays and lists of numbers of that run, too.
 
     Attributes:
         calls: Of functions and units, in order.
@@ -137,8 +139,10 @@ class Seen(Functions):
     """
 
     def __init__(
-        self, elsewhere: Iterable[Tensor] = (), whole: "Seen | None" = None, root: nn.Module | None = None
-    ) -> None:
+        self, elsewhere: Iterable[Tensor] = (), whole: "Seen | None" = None, root: nn.Module | None = None,
+        *, arrays: bool = False,
+    ) -> None:  # fmt: skip
+        self._asked = _NUMBERS | _ARRAYS if arrays else _NUMBERS
         self.calls: list[Called] = []
         self.lines: list[str] = []
         self._root = root
@@ -227,7 +231,7 @@ class Seen(Functions):
         """The call that reads this number, or makes a set of values, in the run for the batch."""
         place = len(self.calls)
         if (
-            not (func in _NUMBERS or is_set(func))
+            not (func in self._asked or is_set(func))
             or place >= len(self._whole)
             or self._whole[place].func is not func
         ):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Microbatch, Route
+from lightning_pipeline.model.cut import Microbatch, Route, called_otherwise
 from lightning_pipeline.model.loss import Observer
 from lightning_pipeline.model.mixing import (
     Beside,
@@ -110,15 +110,21 @@ class MixedSamples:
         self.are_units_apart = torn and self._decides_apart(step, whole, sizes)
 
     def _compare_called(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> None:
-        """Where a micro-batch calls other functions than the batch, and is the first to: look at it."""
+        """What the batch calls, beside its micro-batches: they decide apart, or are to be looked at.
+
+        They do where they call other units; of other functions, and units that stand otherwise, a look tells.
+        """
         if not step.trace.steered or _takes(step.trace):
             return
         parts = self._finder.called
         try:
             with self._begun(None, sizes):
-                self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+                (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
         except SplitError:
             return  # of what cannot be run at this size the micro-batches alone tell
+        pairs = zip(step.routes, sizes, strict=True)
+        if any(called_otherwise(route, own, size, sum(sizes)) is not None for own, size in pairs):
+            self._finder.torn.add(step.name)
         (of_whole,), known = self._finder.called, self._combinations.setdefault(step.name, set())
         others = [number for number, called in enumerate(parts) if called != of_whole]
         combination = frozenset(parts), of_whole
