@@ -490,3 +490,62 @@ def test_a_queue_is_read_and_written_as_by_one_device(ranks: Ranks) -> None:
         assert_same((found, {}), (expected, {}))
         assert_same((buffers, {}), (states, {}))
         assert not any("from the value before" in one for one in told)
+
+
+class Spikes(Regression):
+    """Counts batches by a number of the loss, in a branch that stands open after the first batch only."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which, self.average, self.spikes = which, None, 0
+        self.history: list[float] = []
+        self.best = 0.7 if which == "falls" else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        target = batch[1] * (30.0 if batch_idx in (2, 4) else 0.01 if batch_idx == 1 else 1.0)
+        loss = F.mse_loss(self.net(batch[0]), target)
+        if BRANCHES[self.which](self, loss):
+            self.spikes += 1
+            if self.which == "skipped":
+                return None
+        elif self.which != "falls":
+            value = loss.item()
+            self.average = value if self.average is None else 0.9 * self.average + 0.1 * value
+            self.history.append(value)
+        return loss
+
+
+BRANCHES: dict[str, Callable[[Spikes, Tensor], bool]] = {
+    "item": lambda module, loss: module.average is not None and loss.item() > 3 * module.average,
+    "skipped": lambda module, loss: module.average is not None and loss.item() > 3 * module.average,
+    "tensor": lambda module, loss: module.average is not None and bool(loss > 3 * module.average),
+    "history": lambda module, loss: len(module.history) > 1 and loss.item() > 2 * max(module.history),
+    "falls": lambda module, loss: loss.item() < module.best,
+}
+
+
+def spiked(pipeline: dict[str, Any] | None, which: str) -> Any:
+    module = Spikes(which)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "training_step returned no loss|`training_step` returned `None`")
+        trainer(pipeline, limit_val_batches=0, max_epochs=1).fit(module, loader(48))
+    return weights(module), module.spikes, module.average
+
+
+SPIKED = {
+    "one": {"stages": 1, "num_microbatches": 2},
+    "two": {"stages": 2, "num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("which", BRANCHES)
+@pytest.mark.parametrize("way", SPIKED)
+def test_a_count_in_a_branch_that_opens_late_is_one_devices(ranks: Ranks, way: str, which: str) -> None:
+    expected, spikes, average = spiked(None, which)
+    assert spikes
+    pipeline = SPIKED[way]
+    runs = [spiked(pipeline, which)] if way == "one" else ranks(2)(spiked, pipeline, which)
+    for found, counted, mean in runs:
+        assert_same((found, {}), (expected, {}))
+        assert counted == spikes
+        assert mean == (None if average is None else pytest.approx(average))

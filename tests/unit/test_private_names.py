@@ -25,7 +25,7 @@ WRITES = {
     "model/state/parameters.py": "a buffer that a stage has not",
     "model/places/metrics.py": "a metric that the user's step makes, for good",
     "model/places/owners.py": "what the user's step has set",
-    "model/trace/choices.py": "comparisons of a class of ours, when it is made",
+    "model/places/decisions.py": "comparisons of a class of ours, when it is made",
     "model/trace/ports.py": "what the user's step has set, put back or set",
     "patching/ledger.py": "the one way",
     "run/one_device.py": "a decorator of methods, when the class is made",

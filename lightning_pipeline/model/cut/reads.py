@@ -1,6 +1,7 @@
 """Numbers that a step reads from tensors between units, by which it takes its way."""
 
 from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.model.cut.ways import Route, StageDone
+from lightning_pipeline.model.places import holds_noted
+from lightning_pipeline.model.trace import is_tensor_read
 
 _NUMBERS = (bool, int, float, complex)
 _GIVEN_TO_PYTHON = (*_NUMBERS, list, numpy.ndarray)
@@ -34,6 +37,7 @@ class Reads:
     Args:
         known: The way by what was read, with None for what is read on the way to the last number.
         key: The first part of its keys.
+        answers: Of `Guesses`, where values of units are read and the answers are not the usual ones.
 
     Attributes:
         values: What was read.
@@ -45,10 +49,15 @@ class Reads:
         by_form: Whether all of it follows from sizes and numbers that are not followed themselves.
         failed: A way on which it ends with an error; None where it does not.
         called: What tells the functions that were called from others.
+        asks: Whether code has asked whether something holds of values that units compute.
+        compares: Whether it has read numbers of them.
     """
 
-    def __init__(self, known: Mapping[Hashable, Route | None] | None = None, key: Hashable = None) -> None:
-        self._known, self._key = known, key
+    def __init__(
+        self, known: Mapping[Hashable, Route | None] | None = None, key: Hashable = None,
+        answers: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self._known, self._key, self.answers = known, key, answers
         self.values: list[Any] = []
         self.changes: Callable[[], bool] = lambda: False
         self.on_call: Callable[[], None] = lambda: None
@@ -57,6 +66,7 @@ class Reads:
         self.failed: Route | None = None
         self.leads_to: Route | None = None
         self.called = 0
+        self.asks = self.compares = False
 
     def begin(self) -> None:
         """The step begins.
@@ -74,6 +84,11 @@ class Reads:
     def flags(self) -> tuple[bool, ...]:
         """What was read that something is decided by."""
         return tuple(value for value in self.values if type(value) is bool)
+
+    def meet(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A function of tensors is called between units, which may take numbers where nobody sees it."""
+        if self.collects and (is_tensor_read(func) or holds_noted((args, kwargs))):
+            self.by_form = False
 
     def note(self, func: Any, result: Any) -> None:
         """A function of tensors was called between units.

@@ -13,27 +13,25 @@ from torch import nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.places import MISSING, Owner, Place
-from lightning_pipeline.model.tensors import Structure, TensorSpec, standing_tensors, storage_key
-from lightning_pipeline.model.trace import (
+from lightning_pipeline.model.places import (
     AT,
     INDEX,
-    Call,
+    MISSING,
     Decisions,
     Expression,
-    PortSpec,
-    Trace,
-    inputs_of,
+    Owner,
+    Place,
     leaves_of,
     outcome,
-    plain_leaves,
-    plain_state,
 )
+from lightning_pipeline.model.tensors import Structure, TensorSpec, standing_tensors, storage_key
+from lightning_pipeline.model.trace import Call, PortSpec, Trace, inputs_of, plain_leaves, plain_state
 
 ValueKey = tuple[int, int, int]  # unit, which call of it, which output tensor
 _MOST_KEYS, _MOST_DECISIONS, _MOST_HIDDEN = 20, 200, 32
 _BY_INDEX: Expression = (AT, INDEX)
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
+_MOST_OTHERWISE = 40  # looks at what a step does if values of units decide otherwise
 _FORMS = 6  # of micro-batches that go one way, after which no other form is taken to go another
 TracedOutput = tuple[Structure, list[TensorSpec]]
 
@@ -325,6 +323,7 @@ class StepRoutes:
         self.index_tried = False
         self.called: set[int] = set()
         self.unlooked: list[int] = []
+        self.looks_otherwise = _MOST_OTHERWISE
         self._hidden = 0  # batches to look at yet, where no comparison shows what their index decides
         self._forms: set[Hashable] = set()  # of micro-batches whose way was found, until they do not matter
         self._passing: set[Hashable] = set()  # places that only change within a run

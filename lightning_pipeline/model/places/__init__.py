@@ -8,6 +8,21 @@ from lightning_pipeline.model.places.batches import (
     taken_by_all,
     write_into,
 )
+from lightning_pipeline.model.places.decisions import (
+    AT,
+    INDEX,
+    MADE_PLAIN,
+    Decisions,
+    Expression,
+    Noted,
+    grown_in,
+    holds_noted,
+    index_of,
+    leaves_of,
+    outcome,
+    with_noted_index,
+    with_sealed_index,
+)
 from lightning_pipeline.model.places.filled import FilledContainers
 from lightning_pipeline.model.places.findings import Findings
 from lightning_pipeline.model.places.kept import exchange_kept
@@ -47,14 +62,19 @@ from lightning_pipeline.model.places.standing import (
 )
 
 __all__ = [
+    "AT",
     "FILLED",
+    "INDEX",
+    "MADE_PLAIN",
     "MISSING",
     "ArrayOwner",
     "BatchAsGiven",
     "BatchChanges",
     "Changes",
     "ClassOwner",
+    "Decisions",
     "Effect",
+    "Expression",
     "FileOwner",
     "FilledContainers",
     "Findings",
@@ -65,6 +85,7 @@ __all__ = [
     "Kept",
     "Memory",
     "MetricBesideError",
+    "Noted",
     "Numbers",
     "Owner",
     "Place",
@@ -78,14 +99,21 @@ __all__ = [
     "changes_of_metrics",
     "exchange_kept",
     "give_values",
+    "grown_in",
     "has_values",
+    "holds_noted",
+    "index_of",
     "know_metric",
+    "leaves_of",
     "metrics_born",
     "metrics_of",
     "named_metrics",
     "others_refused",
+    "outcome",
     "put_by_place",
     "taken_by_all",
     "values_of",
+    "with_noted_index",
+    "with_sealed_index",
     "write_into",
 ]

@@ -28,9 +28,7 @@ from lightning_pipeline.model.trace import (
     Guesses,
     UnitPatches,
     array_of,
-    holds_noted,
     inputs_of,
-    is_tensor_read,
     reentrant_checkpoint_replaced,
     turn_of,
 )
@@ -210,7 +208,7 @@ class Walk(_DryRun):
         self, view: StageView, seeds: MicrobatchSeeds, routes: StepRoutes,
         fit: Callable[[Route, TensorSpec], TensorSpec], reads: Reads,
     ) -> None:  # fmt: skip
-        super().__init__(view, seeds, Guesses(holds=routes.base.trace.holds))
+        super().__init__(view, seeds, Guesses(holds=routes.base.trace.holds, **reads.answers))
         self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
         self.follow, self._is_guess = self._note, False
         self.called = 0  # which functions were called between units, in order
@@ -232,11 +230,15 @@ class Walk(_DryRun):
         self._reads.tell_all &= self._host_draws() == stood
         return self._node.ends
 
+    @property
+    def asks(self) -> tuple[bool, bool]:
+        """Whether code has asked for truths that units compute, and whether for numbers."""
+        return self._guesses.asked, self._guesses.compares
+
     def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         self._is_guess = False
         self.called = hash((self.called, func))
-        if self._reads.collects and (is_tensor_read(func) or holds_noted((args, kwargs))):
-            self._reads.by_form = False
+        self._reads.meet(func, args, kwargs)
         array = array_of(func, args[0]) if args and is_placeholder(args[0]) else None
         result = run(func, args, kwargs) if array is None else array
         self._guesses.note_function(func, result)
@@ -318,6 +320,7 @@ class DryRuns:
         finally:
             view.route = None
             reads.called = run.called
+            reads.asks, reads.compares = run.asks
 
     @contextmanager
     def _answering(self, run: Replay) -> Iterator[None]:

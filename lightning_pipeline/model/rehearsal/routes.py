@@ -25,7 +25,17 @@ from lightning_pipeline.model.cut import (
     goes_on,
     misfit,
 )
-from lightning_pipeline.model.places import Effect, Findings, Owner, Place, Replayed, Surroundings
+from lightning_pipeline.model.places import (
+    Decisions,
+    Effect,
+    Findings,
+    Owner,
+    Place,
+    Replayed,
+    Surroundings,
+    with_noted_index,
+    with_sealed_index,
+)
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.rehearsal.size_laws import SizeLaws
 from lightning_pipeline.model.replay import Step
@@ -42,14 +52,12 @@ from lightning_pipeline.model.tensors import (
 )
 from lightning_pipeline.model.trace import (
     Call,
-    Decisions,
     Trace,
     numbers_beside,
     numbers_changed,
+    other_answers,
     plain_state,
     updates_of_metrics,
-    with_noted_index,
-    with_sealed_index,
 )
 
 _MOST_DECIDED = 1024
@@ -152,6 +160,7 @@ class RouteFinder:
             with begun(0):
                 self._try_index(routes, microbatches[0], partial(seeds, 0))
                 self._try_counters(routes, microbatches[0], partial(seeds, 0))
+                self._try_numbers(routes, microbatches[0], partial(seeds, 0))
         state, finds = routes.state(self._root), self._by_key
         keys = [routes.key(microbatch, state) for microbatch in microbatches]
         found: list[Route | None] = [None] * len(microbatches)
@@ -221,6 +230,13 @@ class RouteFinder:
             for place, value in held:
                 place.put(value)
         routes.decides(decisions, places)
+
+    def _try_numbers(
+        self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
+    ) -> None:
+        """What the step does where it reads numbers of units, and they are much larger or smaller."""
+        if routes.base.trace.compares:
+            self._find(routes, microbatch, seeds, Reads())
 
     def _by_key(
         self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,
@@ -308,7 +324,27 @@ class RouteFinder:
         self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds],
         reads: Reads,
     ) -> Route | list[Hashable]:  # fmt: skip
-        """The way of one micro-batch; of one that is new, or on which more is left behind, what more."""
+        """The way of one micro-batch; of one that is new, or on which more is left behind, what more.
+
+        Where code reads what units compute, and may choose by it, what more there is if it chooses otherwise.
+        """
+        found, called = self._look_once(routes, microbatch, seeds, reads), self._called
+        others = other_answers(asked=reads.asks, compares=reads.compares)
+        if isinstance(found, list) or not others or not routes.looks_otherwise:
+            return found
+        routes.looks_otherwise -= 1
+        for answers in others:
+            more = self._look_once(routes, microbatch, seeds, Reads(answers=answers))
+            if isinstance(more, list) and more:
+                return more
+        self._called = called
+        return found
+
+    def _look_once(
+        self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds],
+        reads: Reads,
+    ) -> Route | list[Hashable]:  # fmt: skip
+        """One such look; no more is said of a run that fails or goes another way by other answers."""
         step, effects = routes.base.trace.step, routes.base.trace.effects
         decisions, others = Decisions(), self._others()
         numbers = [*numbers_beside(others), *self._updates, *numbers_changed(effects)]
@@ -336,7 +372,9 @@ class RouteFinder:
             return routes.base
         finally:
             routes.looked(decisions, numbers)
-        is_new = reads.failed is not None
+        is_new = route is None or reads.failed is not None
+        if reads.answers and is_new:
+            return []
         return more if route is None or is_new or more else route
 
     def _check_weights(self, trace: Trace, more: Sequence[Hashable]) -> None:

@@ -15,7 +15,7 @@ from lightning_pipeline.model.rules.made_up import (
 )
 from lightning_pipeline.model.rules.probe import Rules, rules_of
 from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_by_shape
-from lightning_pipeline.model.rules.rules import same, summed, unmerged, usual
+from lightning_pipeline.model.rules.rules import largest, same, smallest, summed, unmerged, usual
 from lightning_pipeline.model.rules.runs import Question, Runs
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, NoFit, Rule
 from lightning_pipeline.model.rules.values import equal, own_containers
@@ -40,12 +40,14 @@ __all__ = [
     "dimension_of",
     "equal",
     "joined_values",
+    "largest",
     "made_up",
     "made_up_values",
     "own_containers",
     "rows_by_shape",
     "rules_of",
     "same",
+    "smallest",
     "summed",
     "unmerged",
     "usual",

@@ -12,18 +12,10 @@ from torch import nn
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Microbatch, Partition, backward_edges, states_by_stage
-from lightning_pipeline.model.places import Owner
+from lightning_pipeline.model.places import Owner, index_of
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import PlaceholderMode
-from lightning_pipeline.model.trace import (
-    Call,
-    Trace,
-    UnitPatches,
-    circumstances,
-    index_of,
-    plain_leaves,
-    trace_step,
-)
+from lightning_pipeline.model.trace import Call, Trace, UnitPatches, circumstances, plain_leaves, trace_step
 
 _RECENT = 4  # traces of a batch that are kept beside those of the known steps
 
@@ -176,7 +168,7 @@ class KnownSteps:
                 seen=[*seen, *(call for trace in self.traces for call in trace.calls)],
                 device=self._device, seeds=seeds, like=like, costs=costs, opposite=opposite,
             )  # fmt: skip
-        if seeds is None and (opposite or not found.asked):
+        if seeds is None and (opposite or not (found.asked or found.compares)):
             self._recent.append(found)
         return found
 

@@ -16,15 +16,18 @@ from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Partition, StepRoutes, TracedOutput
 from lightning_pipeline.model.places import (
+    MADE_PLAIN,
     MISSING,
     ClassOwner,
     Effect,
+    Expression,
     Guard,
     Kept,
     Owner,
     Place,
     Standing,
     Surroundings,
+    grown_in,
     metrics_of,
 )
 from lightning_pipeline.model.rules import (
@@ -48,7 +51,7 @@ from lightning_pipeline.model.rules import (
 )
 from lightning_pipeline.model.state import AttributeGuards, InUnits, StepState, is_absent, values_kept
 from lightning_pipeline.model.tensors import ModuleState, Versions
-from lightning_pipeline.model.trace import MADE_PLAIN, Expression, Trace, UnitPatches, grown_in, step_function
+from lightning_pipeline.model.trace import Trace, UnitPatches, step_function
 
 _log = logging.getLogger(__name__)
 _MOST_TRIES = 16  # batches in which something is looked for that those before have not shown

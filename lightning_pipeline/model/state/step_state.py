@@ -33,7 +33,9 @@ from lightning_pipeline.model.rules import (
     Rule,
     at_end,
     equal,
+    largest,
     own_containers,
+    smallest,
     usual,
 )
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
@@ -279,10 +281,8 @@ class StepState:
         if inside:
             before = start.inner[0][1]
         rule = self._rules.get(place.label, usual) or usual
-        if (
-            effect.by_value
-            and len({_is_new(one, start.before() if inside else before) for one in results}) > 1
-        ):
+        counts = effect.by_value and rule not in (largest, smallest)  # of these one may change nothing
+        if counts and len({_is_new(one, start.before() if inside else before) for one in results}) > 1:
             self.divided.append(place.label)
         try:
             if all(isinstance(result, _Grown) for result in results):

@@ -2,28 +2,17 @@
 
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.model.trace.choices import (
-    AT,
-    INDEX,
-    MADE_PLAIN,
     SCALAR_READS,
-    Decisions,
-    Expression,
     Guesses,
     circumstances,
-    grown_in,
-    holds_noted,
-    index_of,
     is_tensor_read,
-    leaves_of,
     makes_guard,
     numbers_beside,
     numbers_changed,
-    outcome,
+    other_answers,
     plain_leaves,
     plain_state,
     updates_of_metrics,
-    with_noted_index,
-    with_sealed_index,
 )
 from lightning_pipeline.model.trace.glue import array_of
 from lightning_pipeline.model.trace.patches import (
@@ -53,14 +42,9 @@ from lightning_pipeline.model.trace.tracing import trace_step
 from lightning_pipeline.model.trace.units import Unit, find_new_units, find_units, finer_names
 
 __all__ = [
-    "AT",
-    "INDEX",
-    "MADE_PLAIN",
     "SCALAR_READS",
     "BackwardHooks",
     "Call",
-    "Decisions",
-    "Expression",
     "Guesses",
     "PortSpec",
     "Runner",
@@ -76,18 +60,14 @@ __all__ = [
     "find_new_units",
     "find_units",
     "finer_names",
-    "grown_in",
     "has_backward_hooks",
-    "holds_noted",
-    "index_of",
     "inputs_of",
     "is_tensor_read",
-    "leaves_of",
     "makes_guard",
     "note_told",
     "numbers_beside",
     "numbers_changed",
-    "outcome",
+    "other_answers",
     "plain_leaves",
     "plain_state",
     "printed_once",
@@ -99,6 +79,4 @@ __all__ = [
     "turn_of",
     "untraced",
     "updates_of_metrics",
-    "with_noted_index",
-    "with_sealed_index",
 ]

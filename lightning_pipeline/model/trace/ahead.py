@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lightning_pipeline.model.places import Place
-from lightning_pipeline.model.trace.choices import INDEX, leaves_of, outcome
+from lightning_pipeline.model.places import INDEX, Place, leaves_of, outcome
 from lightning_pipeline.model.trace.record import Trace
 
 _DISTANCES = (*range(1, 17), 20, 25, 32, 50, 64, 100, 128, 200, 256, 500, 512, 1000, 1024, 2000, 5000, 10_000)

@@ -90,7 +90,7 @@ class Glue:
         self._restores: list[tuple[Tensor, Tensor, int]] = []
         self._saved: set[int] = set()
         self._hooks: list[tuple[int, str]] = []
-        self.guesses = Guesses(holds=observed.trace.holds, opposite=observed.expected is not None)
+        self.guesses = Guesses(holds=observed.trace.holds, **observed.answers)
         self._stand_ins: dict[int, Tensor] = {}
         self._poisoned_by: dict[int, Tensor] = {}  # the other way: the real tensor behind a stand-in
 

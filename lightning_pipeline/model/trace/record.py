@@ -2,18 +2,19 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import in_a_transform, tree_leaves
+from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.places import Effect, Owner, Place, metrics_of
+from lightning_pipeline.model.places import Effect, Expression, Noted, Owner, Place, metrics_of
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import (
     NOTHING,
@@ -32,7 +33,7 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     user_line,
 )
-from lightning_pipeline.model.trace.choices import Expression, Noted
+from lightning_pipeline.model.trace.choices import plain_leaves
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch
 from lightning_pipeline.model.trace.units import Unit
@@ -188,6 +189,7 @@ class Trace:
             follow: the number says more than whether values are finite.
         way_out: Patterns for `units` with which nothing is divided, as a trial has shown; empty: none known.
         asked: Whether code asks whether something holds of values that units compute.
+        compares: Whether code reads a number of such values that it may compare with others.
         holds: What it was answered.
         leaves: Numbers and strings of the micro-batch that was traced.
         is_made_up: Whether nothing was traced, and all that is known are the units; see `untraced`.
@@ -254,6 +256,7 @@ class Trace:
     divided_at: str = ""
     way_out: tuple[str, ...] = ()
     asked: bool = False
+    compares: bool = False
     holds: bool = False
     leaves: Hashable = None
     is_made_up: bool = False
@@ -300,13 +303,17 @@ class Trace:
             self.made_of.setdefault(name, set()).update(names)
         self.together += [group for group in other.together if group not in self.together]
 
+    def of_batch(self, *batch: Any) -> None:
+        """Note of the micro-batch that was traced its form, and numbers and strings in it."""
+        self.arguments, self.leaves = signature_of(*batch), plain_leaves(*batch)
+
     def join(self, other: "Trace") -> None:
         """Take what another run of the step showed, which called the same units: either may come true."""
         for call, again in zip(self.calls, other.calls, strict=True):
             call.reads |= again.reads
         own, more = ({effect.place.identity for effect in one.effects} for one in (self, other))
         for effect in (*self.effects, *other.effects):
-            effect.by_value = effect.place.identity not in own & more
+            effect.by_value |= effect.place.identity not in own & more
         self.effects += [effect for effect in other.effects if effect.place.identity not in own]
         self.tail |= other.tail
         self.result |= other.result
@@ -381,6 +388,7 @@ class Look(NamedTuple):
         opposite: The units that are called with such answers, in order, where they are to be the others; the
             run ends where it calls another one.
         costs: Whether to note what operations cost, and what autograd keeps of units.
+        answers: Of `Guesses`, where they are not the usual ones.
     """
 
     sinks: Sequence[str]
@@ -392,6 +400,7 @@ class Look(NamedTuple):
     holds: bool = False
     opposite: tuple[int, ...] | None = None
     costs: bool = True
+    answers: Mapping[str, Any] = MappingProxyType({})
 
 
 class Observation:
@@ -413,7 +422,7 @@ class Observation:
         batch: The memory of the batch.
         inside: The call of a unit that runs.
         runs_really: Whether that unit runs on made-up input.
-        costs: Whether to note what operations cost.
+        costs, answers: See `Look`.
         ended_early: Whether what the rest of the step writes was not seen.
         made: Tensors that the trace has made.
         values: The outputs of units, by their tags.
@@ -440,7 +449,7 @@ class Observation:
         self.shared = SharedMemory(self.tags, self.origin)
         self.inside: Call | None = None
         self.runs_really = self.ended_early = False
-        self.costs = look.costs
+        self.costs, self.answers = look.costs, look.answers
         self.made: list[weakref.ref[Tensor]] = []
         self.values: dict[Tag, weakref.ref[Tensor]] = {}
         self.states: dict[int, str] = {}

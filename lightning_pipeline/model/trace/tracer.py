@@ -141,7 +141,7 @@ class Tracer:
             stack.enter_context(self.functions.watched())
             self.effects.start()
             self._call_step(function, args, kwargs)
-            self.trace.asked = self.glue.guesses.asked
+            self.trace.asked, self.trace.compares = self.glue.guesses.asked, self.glue.guesses.compares
             self._fake.glue_draws()
             self.effects.look()
         self.trace.transient = transient(self._modules, self._filled)

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.places import BatchAsGiven, MetricBesideError, Owner, Standing, know_metric
+from lightning_pipeline.model.places import (
+    BatchAsGiven,
+    Decisions,
+    MetricBesideError,
+    Owner,
+    Standing,
+    index_of,
+    know_metric,
+    with_noted_index,
+)
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.tensors import (
     ModuleState,
@@ -22,14 +30,11 @@ from lightning_pipeline.model.tensors import (
 )
 from lightning_pipeline.model.trace.ahead import Ahead, distances, has_weights_apart
 from lightning_pipeline.model.trace.choices import (
-    Decisions,
     circumstances,
-    index_of,
     numbers_beside,
     numbers_changed,
-    plain_leaves,
+    other_answers,
     updates_of_metrics,
-    with_noted_index,
 )
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.ports import Porting
@@ -91,7 +96,8 @@ def trace_step(
         like: An earlier trace of the step. Ports that it has found are tried first, and are the ports of this
             one where no more is read of what units change.
         costs: Whether to note what the calls cost, and what autograd keeps of them.
-        opposite: Whether what the step does where values have code go the other way is wanted too.
+        opposite: Whether what the step does where values have code go the other way is wanted too. Numbers
+            that it reads are then much larger and smaller ones where its way is looked for.
         ahead: Whether a batch to come may need other stages to hold weights, which is to be known.
 
     Raises:
@@ -126,9 +132,10 @@ def trace_step(
         if isinstance(error, UndecidedError):
             looks += [look._replace(holds=True), look._replace(holds=True, constants=True)]
         found = _otherwise(error, [partial(once, look=other) for other in looks], like)
-    if found.asked and opposite:
-        again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
-        _join_opposite(found, partial(once, look=again))
+    again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
+    compares = found.compares and seeds is not None
+    for answers in other_answers(asked=found.asked, compares=compares) if opposite else ():
+        _join_opposite(found, partial(once, look=again._replace(answers=answers)))
     if ahead and has_weights_apart(found):
         _foresee(found, partial(once, look=look._replace(constants=found.constants, holds=found.holds)))
     return found
@@ -169,7 +176,7 @@ def _traced(
         outside.restore()
         for place, replayed in kept:
             place.put(replayed)
-    trace.arguments, trace.leaves = signature_of(*batch), plain_leaves(*batch)
+    trace.of_batch(*batch)
     trace.index = index_of(batch[0])
     trace.circumstances, trace.porting = begin, porting
     trace.decisions = decisions.made

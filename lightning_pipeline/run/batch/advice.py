@@ -220,14 +220,14 @@ class Advice:
                 f"not seen: it is done once for each of {self._number} micro-batches, on the last stage. Do "
                 "it before such a line, or in on_train_batch_end or another hook, which every rank runs",
             )
-        elif names and self._has_others:
+        elif names and (self._number > 1 or self._has_others):
+            where = "on the last stage alone, and " if self._has_others else ""
             self.say(
                 ("unforeseen", step),
-                f"{step} has changed {_listed(names)} on the last stage alone, and for each micro-batch by "
-                "itself, as if something decided so that nobody sees: a value that the model computes "
-                "(`if loss < 0.1`), a list that the number of a step is the index of, how much an object "
-                "holds, the clock. Decide by what it returns, in on_train_batch_end or another hook, which "
-                "every rank runs",
+                f"{step} has changed {_listed(names)} {where}for each micro-batch by itself, as if "
+                "something decided so that nobody sees: a value that the model computes (`if loss < 0.1`), a "
+                "list that the number of a step is the index of, how much an object holds, the clock. Decide "
+                "by what it returns, in on_train_batch_end or another hook, which every rank runs",
             )
 
     def divided(self, divided: Sequence[str]) -> None:

@@ -7,8 +7,7 @@ import operator
 import pytest
 import torch
 
-from lightning_pipeline.model.places import Numbers
-from lightning_pipeline.model.trace import Decisions, outcome
+from lightning_pipeline.model.places import Decisions, Numbers, outcome
 from tests.unit.split.nets import Net, batch_of, seeded
 from tests.unit.split.pipe import piped
 
