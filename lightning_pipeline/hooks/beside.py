@@ -27,13 +27,31 @@ class Beside:
         self._code: Code | None = None
         readers = [(Trainer, "global_step"), (Trainer, "current_epoch")]
         self._progress = [Numbers(_always(held), label, readers) for label, held in progress_of(trainer)]
+        loops = {
+            "": trainer,
+            "fit_loop.": trainer.fit_loop,
+            "fit_loop.epoch_loop.": trainer.fit_loop.epoch_loop,
+        }
+        self._settings = [SettingsOwner(vars(one), f"trainer.{name}") for name, one in loops.items()]
 
     def owners(self) -> list[Owner]:
         """All of them, as they are now."""
         if self._code is None:
             self._code = code_of(self._trainer.lightning_module)
         objects, optimizers = list(objects_beside(self._trainer)), list(_optimizers(self._trainer))
-        return [*objects, *optimizers, *owners_in_code(self._code), *self._progress]
+        return [*objects, *optimizers, *owners_in_code(self._code), *self._progress, *self._settings]
+
+
+class SettingsOwner(Owner):
+    """Numbers, flags and texts among the attributes of a trainer or loop, such as `should_stop`."""
+
+    def read(self) -> Mapping[Any, Any]:
+        """All of them but private ones."""
+        return {
+            name: value
+            for name, value in self._entries.items()
+            if isinstance(value, bool | int | float | str | None) and not name.startswith("_")
+        }
 
 
 def objects_beside(trainer: Trainer) -> Iterator[Owner]:

@@ -56,39 +56,61 @@ class SetAside:
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._fresh: list[tuple[Tensor, Tensor]] = []
+        self._own: dict[int, Tensor | None] | None = None
 
-    def begin(self, parameters: Iterable[Tensor], *, drop: bool = False) -> None:
+    def begin(self, parameters: Iterable[Tensor], *, drop: bool = False, is_read: bool = False) -> None:
         """Clear `.grad` for a step and remember what was there.
 
         Args:
             parameters: All that the step may give a gradient.
             drop: Free what was there: nobody looks before Lightning zeroes it. Otherwise the step holds the
                 gradients of the one before beside its own.
+            is_read: Whether the user's step reads `.grad`: it stays, but in `accumulating`.
         """
         assert not self._before, "the step before was ended or cancelled"
         self._fresh = []
         self._before = [(parameter, None if drop else parameter.grad) for parameter in parameters]
-        for parameter, _ in self._before:
+        self._own = {} if is_read else None
+        for parameter, _ in self._before if self._own is None else ():
             parameter.grad = None
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around a backward, and around what looks at its gradients: those of this step are in `.grad`."""
+        own, self._own = self._own, None
+        if own is None:
+            yield
+            return
+        for parameter, _ in self._before:
+            parameter.grad = own.get(id(parameter))
+        try:
+            yield
+        finally:
+            for parameter, gradient in self._before:
+                own[id(parameter)], parameter.grad = parameter.grad, gradient
+            self._own = own
 
     def end(self) -> None:
         """Take the step's gradients out and put back what was there before it."""
-        self._fresh = [
-            (parameter, parameter.grad) for parameter, _ in self._before if parameter.grad is not None
-        ]
+        with self.accumulating():
+            self._fresh = [
+                (parameter, parameter.grad) for parameter, _ in self._before if parameter.grad is not None
+            ]
         self.cancel()
 
     def cancel(self) -> None:
         """Put back what was there before the step, and drop what it made."""
         for parameter, gradient in self._before:
             parameter.grad = gradient
-        self._before = []
+        self._before, self._own = [], None
 
     def totals(self) -> list[tuple[Tensor, Tensor]]:
         """At the end of a step, parameters and what `.grad` will be: what was there and the step's own."""
         found = []
+        with self.accumulating():
+            own_of = {id(parameter): parameter.grad for parameter, _ in self._before}
         for parameter, before in self._before:
-            own = parameter.grad
+            own = own_of[id(parameter)]
             total = own if before is None else before if own is None else before + own
             if total is not None:
                 found.append((parameter, total))

@@ -201,7 +201,9 @@ class Stages(StagesHeld):
 
         @contextmanager
         def around() -> Iterator[None]:
-            with self.gradients.of_batch(trainer, stepping=stepping), self.meeting.aside():
+            is_read = self.split.known.reads_gradients("training_step")
+            around = self.gradients.of_batch(trainer, stepping=stepping, is_read=is_read)
+            with around, self.meeting.aside():
                 yield
                 self.hooks.show()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
@@ -199,3 +200,51 @@ def test_a_hook_on_a_module_that_no_rank_calls_is_warned_of(ranks: Ranks) -> Non
     assert [len(one) for one in said] == [1, 0]
     assert "alone has registered a hook on module 'net." in said[0][0]
     assert ranks(2)(said_of_modules, LooksOnAll) == [[], []]
+
+
+class LogsGradients(Regression):
+    """Reads in its step the gradients that the batch before has left."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = self.norm() if self.reads == "first" else None
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        if self.reads != "late" or self.global_step > 1:
+            self.log("norm", self.norm() if first is None else first)
+        return loss
+
+    def norm(self) -> Tensor:
+        squares = [p.grad.norm() ** 2 for p in self.net.parameters() if p.grad is not None]
+        return torch.sqrt(sum(squares, torch.zeros((), dtype=torch.float64)))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.norms.append(float(self.trainer.callback_metrics.get("norm", -1.0)))
+
+
+def norms_read(pipeline: dict[str, Any] | None, reads: str, **options: Any) -> tuple[list[float], Any]:
+    module = LogsGradients(reads)
+    trainer(pipeline, max_epochs=2, limit_val_batches=0, **options).fit(module, loader(24))
+    return module.norms, weights(module)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("reads", ["first", "last"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_reads_gradients_finds_those_of_the_batch_before(
+    schedule: str, reads: str, accumulate: int
+) -> None:
+    options = {"accumulate_grad_batches": accumulate}
+    expected, trained = norms_read(None, reads, **options)
+    pipeline = {"stages": 1, "num_microbatches": 4, "schedule": schedule}
+    found, other = norms_read(pipeline, reads, **options)
+    assert found == pytest.approx(expected)
+    assert_same((other, {}), (trained, {}))
+
+
+def test_gradients_of_other_stages_that_a_step_reads_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="on_before_optimizer_step or on_before_zero_grad"):
+        ranks(2)(norms_read, {"stages": 2, "num_microbatches": 2}, "last")

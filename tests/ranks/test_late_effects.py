@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
@@ -200,9 +201,9 @@ def test_what_a_value_of_the_model_lets_a_step_leave_behind_is_on_every_rank_or_
 ) -> None:
     assert ranks(2)(warned_of, "none") == [(0, []), (0, [])]
     assert ranks(2)(warned_of, "all") == [(2, []), (2, [])]
-    for kind, says in (("some", "for some micro-batches"), ("unseen", "on the last stage alone")):
-        (warning,) = [one for _, found in ranks(2)(warned_of, kind) for one in found]  # of one rank
-        assert says in warning
+    assert ranks(2)(warned_of, "some") == [(1, []), (1, [])]  # the batch decides
+    (warning,) = [one for _, found in ranks(2)(warned_of, "unseen") for one in found]  # of one rank
+    assert "on the last stage alone" in warning
 
 
 def decay(pipeline: dict[str, Any] | None) -> dict[str, Tensor]:
@@ -549,3 +550,58 @@ def test_a_count_in_a_branch_that_opens_late_is_one_devices(ranks: Ranks, way: s
         assert_same((found, {}), (expected, {}))
         assert counted == spikes
         assert mean == (None if average is None else pytest.approx(average))
+
+
+class Sticks(Regression):
+    """What one micro-batch's loss decides, and the batch's does not, until a batch in which it does."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which, self.flag = which, False
+        self.seen: list[tuple[bool, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(0.05 * self.net(batch[0]), batch[1])
+        if loss < 0.5 if self.which.startswith("tensor") else loss.item() < 0.5:
+            DECIDED[self.which.removeprefix("tensor ")](self)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        layer = self.net[0].weight
+        self.seen.append((self.flag, self.net[1].training, layer.requires_grad, self.trainer.should_stop))
+
+
+DECIDED: dict[str, Callable[[Sticks], Any]] = {
+    "flag": lambda module: setattr(module, "flag", True),
+    "stop": lambda module: setattr(module.trainer, "should_stop", True),
+    "mode": lambda module: module.net[1].eval(),
+    "freeze": lambda module: module.net[0].requires_grad_(False),
+}
+
+
+def stuck(pipeline: dict[str, Any] | None, which: str) -> Any:
+    """The halves of batches 1 to 3 would decide differently; the third is no batch that is looked at."""
+    x, y = loader(48).dataset.tensors  # type: ignore[attr-defined]  # a TensorDataset
+    scale = torch.full((6, 8, 1), 3.0, dtype=torch.float64)
+    scale[1:4, :4] = scale[4] = 0.01
+    module = Sticks(which)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        data = DataLoader(TensorDataset(x, y * scale.reshape(48, 1)), batch_size=8)
+        trainer(pipeline, limit_val_batches=0, max_epochs=1).fit(module, data)
+    texts = [str(one.message) for one in told]
+    return weights(module), module.seen, any("gradients of this batch are those" in one for one in texts)
+
+
+@pytest.mark.parametrize("which", [*DECIDED, "tensor flag", "tensor stop"])
+@pytest.mark.parametrize("way", SPIKED)
+def test_what_the_loss_decides_for_good_is_decided_for_the_batch(ranks: Ranks, way: str, which: str) -> None:
+    expected, seen, _ = stuck(None, which)
+    pipeline = SPIKED[way]
+    runs = [stuck(pipeline, which)] if way == "one" else ranks(2)(stuck, pipeline, which)
+    assert len(set(seen)) == 2
+    for found, stood, _ in runs:
+        assert stood == seen
+        if which != "freeze":
+            assert_same((found, {}), (expected, {}))
+    assert any(told for *_, told in runs) is (which == "freeze")

@@ -51,6 +51,7 @@ class Reads:
         called: What tells the functions that were called from others.
         asks: Whether code has asked whether something holds of values that units compute.
         compares: Whether it has read numbers of them.
+        places: Identities of those that it has changed.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Reads:
         self.leads_to: Route | None = None
         self.called = 0
         self.asks = self.compares = False
+        self.places: set[Hashable] = set()
 
     def begin(self) -> None:
         """The step begins.

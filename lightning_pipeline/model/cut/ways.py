@@ -4,7 +4,7 @@ Of each way, which values each boundary message carries, and which stages need w
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -419,6 +419,15 @@ class StepRoutes:
                 more.append(key)
         return list(dict.fromkeys(more))
 
+    def decided_by_value(self, places: Collection[Hashable]) -> None:
+        """What a step changes or does not, as values of units decide.
+
+        Args:
+            places: Identities.
+        """
+        for effect in self.base.trace.effects:
+            effect.by_value |= effect.place.identity in places
+
     def learn(self, trace: Trace, places: Sequence[Hashable]) -> bool:
         """Take what a step leaves behind from one more trace. Whether that is more than was known.
 
@@ -465,10 +474,12 @@ class StepRoutes:
                 effect.from_units, effect.deep, effect.retains,
             )  # fmt: skip
             effect.positions |= same.positions
+            effect.by_value |= same.by_value
             effect.from_units |= same.from_units
             effect.deep |= same.deep
             effect.retains |= same.retains
         base.effects = [*base.effects, *new]
+        base.reads_gradients |= other.reads_gradients
         base.writes_batch |= other.writes_batch
         base.refills_batch |= other.refills_batch
         base.seeded_at = base.seeded_at or other.seeded_at

@@ -168,6 +168,8 @@ class ToldAsOne:
         is_new = tuple(sizes) not in known and len(known) < _MOST_SIZES
         is_turn = not number & (number - 1) and self._told.device.type == "cpu"  # others would wait for it
         is_first = self._epochs.get(step.name) != self.epoch
+        if state is not None and state.may_be_divided:
+            self.each.add(step.name)
         is_asked = step.name in self.each or (step.name in self._torn and not step.mixing)
         is_looked_at = is_turn or is_new or is_first or is_asked
         if not is_looked_at or step.trace.is_shared or (state is not None and state.takes):

@@ -334,9 +334,12 @@ class RouteFinder:
             return found
         routes.looks_otherwise -= 1
         for answers in others:
-            more = self._look_once(routes, microbatch, seeds, Reads(answers=answers))
+            other = Reads(answers=answers)
+            more = self._look_once(routes, microbatch, seeds, other)
             if isinstance(more, list) and more:
                 return more
+            if more is found:
+                routes.decided_by_value(reads.places ^ other.places)
         self._called = called
         return found
 
@@ -366,6 +369,7 @@ class RouteFinder:
                 reads.by_form &= form.holds and not any(numbers_changed(effects))
                 changed.look()
                 self._called = reads.called
+                reads.places = {place.identity for place, _ in changed.places}
                 more = routes.unknown(changed.places, writes.written)
         except CannotRepeatError:
             reads.tell_all = False

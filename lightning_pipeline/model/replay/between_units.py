@@ -52,6 +52,10 @@ from lightning_pipeline.model.trace import BackwardHooks, Watch, has_backward_ho
 Around = Given | Watch
 Follow = Callable[[Any, Any, Any, Callable[[Any, Any, Any], Any]], Any]
 _LONE = Structure("tensor", 0)
+_OF_GRADIENTS = (
+    "; gradients that a step reads (`p.grad`) are here of this stage's weights alone: read them in "
+    "on_before_optimizer_step or on_before_zero_grad, where norms are those of all stages"
+)
 _DEVICE: Any = Tensor.device.__get__  # a placeholder answers without a call
 _SETS: Any = (Tensor.requires_grad, Tensor.grad)
 _STANDING = frozenset({
@@ -363,7 +367,8 @@ class GlueRun:
 
     def _refuse(self, reason: str) -> PlaceholderError:
         view = self._view
-        error = PlaceholderError(f"{reason} (stage {view.index}) [at {user_line(view.root)}]")
+        more = _OF_GRADIENTS if view.current_step().trace.reads_gradients else ""
+        error = PlaceholderError(f"{reason}{more} (stage {view.index}) [at {user_line(view.root)}]")
         self._error = self._error or error
         return error
 

@@ -274,7 +274,8 @@ class StageProgram(Stage):
             (r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None
         ]
         if pairs:
-            self._run_graph(saved, [root for root, _ in pairs], [gradient for _, gradient in pairs])
+            with self.view.current_step().around_backward():
+                self._run_graph(saved, [root for root, _ in pairs], [gradient for _, gradient in pairs])
         if saved.queue is not None:
             self._queues[microbatch] = saved.queue
             if count is not None:
@@ -315,7 +316,8 @@ class StageProgram(Stage):
             count.backward(self.index, microbatch)
         queue = self._queues.pop(microbatch, None)
         if queue is not None:
-            queue.drain()
+            with self.view.current_step().around_backward():
+                queue.drain()
         if count is not None:
             count.done(self.index, microbatch)
 

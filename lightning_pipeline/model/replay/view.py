@@ -108,6 +108,7 @@ class Step:
     is_unlike: bool = False
     returned: Callable[[int, Any], None] = lambda microbatch, result: None
     returned_of_whole: Callable[[Any, bool], None] = lambda result, is_sure: None
+    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def trace(self) -> Trace:

@@ -111,6 +111,10 @@ class KnownSteps:
     def __getitem__(self, step: str) -> Trace:
         return self._known[step][0]
 
+    def reads_gradients(self, step: str) -> bool:
+        """Whether a step, if it is known, reads `.grad` of weights."""
+        return step in self._known and self[step].reads_gradients
+
     def forget(self) -> list[Trace]:
         """Trace each step anew when it comes, as the module has changed; returns the traces there were."""
         traces = self.traces

@@ -344,6 +344,7 @@ class SplitModel(OutsideSteps):
             self._at,
             split_backward,
             scaled=self.scaled,
+            around_backward=self.around_backward,
             count=self._new_count(microbatches) if weights is not None else None,
             telling=self.told.lines.run,
             returned=self.told.returns,
@@ -486,9 +487,9 @@ class SplitModel(OutsideSteps):
         return self._left_behind.unforeseen(known, {place.label for place in places})
 
     @property
-    def divided(self) -> list[str]:
-        """After `settle`, on the last stage: what values let some micro-batches change and others not."""
-        return self._state.divided if self._state is not None else []
+    def divided(self) -> Mapping[str, bool]:
+        """After `settle`, on the last stage: what some micro-batches change. See `StepState`."""
+        return self._state.divided if self._state is not None else {}
 
     def settled(self, step: str) -> None:
         """After all ranks have been told: what is carried on by rows has those of this batch."""

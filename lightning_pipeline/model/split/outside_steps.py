@@ -1,7 +1,7 @@
 """What the user's hooks see and call of a module that is cut."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ class OutsideSteps:
     Attributes:
         mode: Of placeholders.
         findings: What is found once for all runs of a step with which a batch begins.
+        around_backward: Each backward of a stage.
     """
 
     _tree: ModuleTree
@@ -39,6 +40,7 @@ class OutsideSteps:
     def __init__(self, root: nn.Module, cut: Partition, stages: Sequence[int], device: torch.device) -> None:
         self.root, self.cut, self._device = root, cut, device
         self.mode, self.findings = PlaceholderMode(), Findings()
+        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._patches = UnitPatches(cut.trace.units)
         self._stage_of, self._here = cut.stage_of, set(stages)
         needed = stages_of_states(root, cut.trace, self._stage_of, cut.num_stages)

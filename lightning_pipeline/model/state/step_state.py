@@ -75,7 +75,8 @@ class StepState:
         unfit: After `settle`, labels of what a unit leaves and no rule puts together.
         gathered: What units give to micro-batches, where something is worked out at the end.
         work_out: Makes of that what the batch leaves, by label.
-        divided: After `settle`, labels of places that some micro-batches have changed and others have not.
+        divided: After `settle`, labels of places that some micro-batches have changed and others have not;
+            for each whether the backwards have read what stood there.
         parts: What numbers that it leaves are of the batch's.
     """
 
@@ -95,7 +96,7 @@ class StepState:
         self._results: list[dict[str, Any]] = []
         self._written: set[str] = set()  # tensors that were to be another, and were changed in place
         self._several, self._sizes = len(sizes) > 1, list(sizes)
-        self._fresh, self.divided, self.unfit = True, list[str](), list[str]()
+        self._fresh, self.divided, self.unfit = True, dict[str, bool](), list[str]()
         self._in_unit, self._left = in_unit, left or {}
         self._retaining = [effect for effect in effects if effect.retains]
         self._retained, self._microbatch = Retained(len(sizes)), 0
@@ -228,7 +229,7 @@ class StepState:
 
     def _found(self, effect: Effect) -> Any:
         """What stands in the place now, with containers of its own."""
-        if self._is_chained(effect) or effect in self._waiting:
+        if self._is_chained(effect) or (effect in self._waiting and type(effect.place.owner) is not Flags):
             return None
         value, start = effect.place.get(), self._start[effect.place.label]
         if effect.deep and isinstance(value, Tensor):
@@ -257,6 +258,7 @@ class StepState:
             sizes = self._sizes[: len(self._results)]  # a micro-batch without a loss may have left nothing
             found = {**self._left, **self._worked_out()}
             for effect in self._effects:
+                self._note_divided(effect)
                 if effect.place.label in found:
                     self._put(effect, self._start[effect.place.label], found[effect.place.label])
                 elif not self._is_chained(effect):
@@ -281,9 +283,6 @@ class StepState:
         if inside:
             before = start.inner[0][1]
         rule = self._rules.get(place.label, usual) or usual
-        counts = effect.by_value and rule not in (largest, smallest)  # of these one may change nothing
-        if counts and len({_is_new(one, start.before() if inside else before) for one in results}) > 1:
-            self.divided.append(place.label)
         try:
             if all(isinstance(result, _Grown) for result in results):
                 new = _merged(rule, [], [result.items for result in results], sizes, merge)
@@ -299,6 +298,25 @@ class StepState:
                 whole = _in_order(before, results)
                 self.unfit.append(place.label)
         self._put(effect, start, whole)
+
+    @property
+    def may_be_divided(self) -> bool:
+        """Whether values of units may let some micro-batches change what others do not."""
+        return self._several and any(map(self._is_divided, self._effects))
+
+    def _is_divided(self, effect: Effect) -> bool:
+        """Likewise for one effect. Of what is the largest of all, some may change nothing."""
+        return effect.by_value and self._rules.get(effect.place.label) not in (largest, smallest)
+
+    def _note_divided(self, effect: Effect) -> None:
+        label, start = effect.place.label, self._start[effect.place.label]
+        is_known = effect not in self._waiting or type(effect.place.owner) is Flags
+        if not (self._is_divided(effect) and is_known) or self._is_chained(effect):
+            return
+        held = start.beside if label in self._written else start.tensors
+        before = held[0][1] if held else start.before()
+        if len({_is_new(found[label], before) for found in self._results}) > 1:
+            self.divided[label] = _is_for_backward(effect)
 
     def _put(self, effect: Effect, start: Kept, whole: Any) -> None:
         place = effect.place

@@ -2,11 +2,12 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline._torch import DynamicOutputShapeException, TorchDispatchMode, disable_current_modes
@@ -53,6 +54,7 @@ _SUMMING = frozenset(
 _PRODUCTS = frozenset({"aten::mm", "aten::mv", "aten::bmm"})
 _SUMS, _MEANS = frozenset({"sum", "nansum"}), frozenset({"mean", "nanmean"})
 """Over samples, which are followed where values of units meet what is made of them in a loss."""
+_GRADIENT: Any = cast(Any, Tensor).grad.__get__
 _TRIED = 4  # samples that are changed to see what depends on them
 _DERIVED = frozenset({Tag("batch")})
 _APART = frozenset(
@@ -360,6 +362,7 @@ class GlueFunctions(TorchFunctionMode):
             return read
         observed.tensors_used(operands_of(args, kwargs or {}))
         if observed.inside is None:
+            self._note_read(func, args)
             if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
                 values = observed.tags.union(tensors_in((args, kwargs or {})))
                 if any(tag.kind == "value" for tag in values):
@@ -373,8 +376,6 @@ class GlueFunctions(TorchFunctionMode):
                     )
             elif func is Tensor.register_hook:
                 self._glue.hook_registered(args[0])
-            elif is_tensor_read(func) and not is_placeholder(args[0]):
-                observed.trace.steered = True
             elif (array := array_of(func, args[0] if args else None)) is not None:
                 return array
         self._glue.draws = func in RANDOM_FUNCTIONS
@@ -386,6 +387,12 @@ class GlueFunctions(TorchFunctionMode):
             return result
         finally:
             self._glue.draws = False
+
+    def _note_read(self, func: Any, args: Any) -> None:
+        """Numbers of the batch, and gradients of weights, may be read."""
+        trace = self._observed.trace
+        trace.steered |= is_tensor_read(func) and not is_placeholder(args[0])
+        trace.reads_gradients |= func == _GRADIENT and isinstance(args[0], Parameter)
 
     def _drawn(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A random number between units."""

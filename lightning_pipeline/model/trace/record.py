@@ -183,10 +183,9 @@ class Trace:
         reads_values: Whether it reads a number from what units return.
         decisions: What it decides by numbers that change between batches, with what came out.
         numbers: Where those of them stand that are beside the module, by label.
-        steered_at: The line where code before a unit first reads a number that units have computed, which
-            may choose what it does next; empty where none does.
-        divided_at: Likewise, where micro-batches may choose otherwise than their batch, or another unit may
-            follow: the number says more than whether values are finite.
+        steered_at: The line where code before a unit first reads a number of units; empty where none does.
+        divided_at: Likewise, where micro-batches may choose otherwise than their batch, or another unit.
+        reads_gradients: Whether it reads `.grad` of a weight.
         way_out: Patterns for `units` with which nothing is divided, as a trial has shown; empty: none known.
         asked: Whether code asks whether something holds of values that units compute.
         compares: Whether code reads a number of such values that it may compare with others.
@@ -254,6 +253,7 @@ class Trace:
     numbers: dict[str, Place] = field(default_factory=dict)
     steered_at: str = ""
     divided_at: str = ""
+    reads_gradients: bool = False
     way_out: tuple[str, ...] = ()
     asked: bool = False
     compares: bool = False

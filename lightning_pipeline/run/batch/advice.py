@@ -242,6 +242,18 @@ class Advice:
                 "on_train_batch_end",
             )
 
+    def divided_gradients(self, divided: Sequence[str]) -> None:
+        """Likewise what a backward reads, such as whether a weight is frozen."""
+        step = self._step
+        if divided:
+            self.say(
+                ("divided gradients", step),
+                f"{step} has set {_listed(divided)} in some micro-batches of a batch and not in others, as "
+                "values that the model computes decide (`if loss < 0.1`), and gradients of this batch are "
+                "those of each micro-batch's decision, where one device decides once for the batch. Decide "
+                "in a hook such as on_train_batch_end, by what the step returns",
+            )
+
     def of_effects(self, doubts: Doubts) -> None:
         """Of what a step leaves behind, where it may not be what one device leaves."""
         step = self._step

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -59,6 +59,7 @@ class Compared(NamedTuple):
         is_none: Whether it returns nothing.
         batch_sizes: Of how many samples it says that numbers are, likewise, if that is sure.
         more: What no micro-batch has logged: name, number, arguments of the call; None of what is not here.
+        compared: Labels of what it leaves behind and what was compared with that of the micro-batches.
     """
 
     told: Sequence[Otherwise] = ()
@@ -74,6 +75,7 @@ class Compared(NamedTuple):
     is_none: bool = False
     batch_sizes: Mapping[tuple[str, int], int] = MappingProxyType({})
     more: Sequence[tuple[str, Any, Any]] = ()
+    compared: Collection[str] = ()
 
     @property
     def differs(self) -> bool:
@@ -91,15 +93,17 @@ class Compared(NamedTuple):
 
     def if_again(self, other: "Compared") -> "Compared":
         """The same, as far as a run with other values of metrics agrees."""
+        left_as_one = {
+            label: value
+            for label, value in self.left_as_one.items()
+            if label in other.left_as_one and not any(differences(value, other.left_as_one[label]))
+        }
         return self._replace(
             told=[one for one in self.told if _is_again(one, other.told)],
             returned=[one for one in self.returned if one.is_among(other.returned)],
             left=[one for one in self.left if one.is_among(other.left)],
-            left_as_one={
-                label: value
-                for label, value in self.left_as_one.items()
-                if label in other.left_as_one and not any(differences(value, other.left_as_one[label]))
-            },
+            left_as_one=left_as_one,
+            compared=set(self.compared) - (self.left_as_one.keys() - left_as_one.keys()),
             logged={
                 key: number
                 for key, number in self.logged.items()
@@ -160,6 +164,7 @@ def _compared(report: Report, output: Any, left: Mapping[str, Any], one: Heard, 
         is_none=one.returned is None,
         batch_sizes=one.batch_sizes if one.is_sure else {},
         more=list(_logged_beside(report, one)),
+        compared=mine.keys(),
     )
 
 

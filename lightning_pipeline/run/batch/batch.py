@@ -291,7 +291,6 @@ class Batch:
             report, output = None, None
             steps.split.settle(steps.merge)
             self.advice.unforeseen(steps.split.unforeseen(self.step), self.doubts)
-            self.advice.divided(steps.split.divided)
             if steps.split.has_last_stage:
                 if steps.split.is_unlike:
                     steps.recorder.whole_is_unlike()
@@ -400,6 +399,8 @@ class Batch:
             self.advice.of_counts(sums)
         elif labels or self.doubts.has_unknown or self.doubts.states or sums:
             split.as_one.each.add(self.step)
+        self.advice.divided([one for one in split.divided if not (found.is_sure and one in found.compared)])
+        self.advice.divided_gradients([one for one, is_read in split.divided.items() if is_read])
         if found.is_sure:
             split.put_left(found.left_as_one)
         said = [label for label in labels if label not in self.doubts.states]

@@ -43,6 +43,7 @@ class Gradients:
         self._look_again: Callable[[], None] = lambda: None
         self._at_step: Callable[[Optimizer], list[str]] | None = None
         self.aside, self._by_nothing = SetAside(), False
+        split.around_backward = self.aside.accumulating
         self.list_anew()
 
     def list_anew(self) -> None:
@@ -97,18 +98,19 @@ class Gradients:
         ]
 
     @contextmanager
-    def of_batch(self, trainer: Trainer, *, stepping: bool) -> Iterator[None]:
+    def of_batch(self, trainer: Trainer, *, stepping: bool, is_read: bool) -> Iterator[None]:
         """Around a training step, at whose end what it gave to `.grad` is taken out.
 
         Args:
             trainer: In its training.
             stepping: Whether the optimizer steps on this batch.
+            is_read: Whether the user's step reads `.grad` of weights.
         """
         if self._finite is not None:
             self._finite.counts = stepping
         self._by_nothing = False
-        unseen = zeroed_unseen(trainer, trainer.fit_loop.batch_idx)
-        self.aside.begin(self._parameters, drop=unseen)
+        unseen = zeroed_unseen(trainer, trainer.fit_loop.batch_idx) and not is_read
+        self.aside.begin(self._parameters, drop=unseen, is_read=is_read)
         if unseen:
             self._split.note_gradients(False)
         try:
@@ -123,6 +125,11 @@ class Gradients:
         """Around the plan of a training step: the user's hooks on gradients see those of the whole batch."""
         with self._hooks.put_off():
             yield
+        with self.aside.accumulating():
+            self._share()
+
+    def _share(self) -> None:
+        """After all backwards: sum those of parameters that several stages have."""
         shared = self._split.shared
         if shared:
             with self._failure.watch("adding up gradients of shared parameters", self._groups.control):
@@ -141,7 +148,7 @@ class Gradients:
         ran = bool(factor.isfinite()) and bool(factor)
         self._by_nothing = bool(factor.isnan())
         every = not self._given  # no batch has shown yet which ones the loss follows from
-        with torch.no_grad():
+        with torch.no_grad(), self.aside.accumulating():
             for parameter in self._parameters:
                 if not ran and (id(parameter) in self._given or (every and parameter.requires_grad)):
                     parameter.grad = torch.zeros_like(parameter)
