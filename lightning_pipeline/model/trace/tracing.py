@@ -132,6 +132,7 @@ def trace_step(
         if isinstance(error, UndecidedError):
             looks += [look._replace(holds=True), look._replace(holds=True, constants=True)]
         found = _otherwise(error, [partial(once, look=other) for other in looks], like)
+    found = _with_a_loss(found, partial(once, look=look._replace(constants=found.constants, holds=True)))
     again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
     compares = found.compares and seeds is not None
     for answers in other_answers(asked=found.asked, compares=compares) if opposite else ():
@@ -204,6 +205,21 @@ def _join_opposite(trace: Trace, once: Callable[..., Trace]) -> None:
     alike = other.path == trace.path and other.ports.keys() == trace.ports.keys()
     if alike and other.ended_early <= trace.ended_early:
         trace.join(other)
+
+
+def _is_number(trace: Trace) -> bool:
+    """Whether the step has returned a plain number."""
+    return issubclass(trace.returns, int | float)
+
+
+def _with_a_loss(trace: Trace, once: Callable[..., Trace]) -> Trace:
+    """Of `total = 0`, to which a step adds under `if loss > 0`: what it does where that holds."""
+    if not (trace.asked and _is_number(trace)):
+        return trace
+    with suppress(SplitError):  # then the first says what it does
+        other = _with_ports(once, None)
+        return trace if _is_number(other) else other
+    return trace
 
 
 def _foresee(trace: Trace, once: Callable[..., Trace]) -> None:
