@@ -8,7 +8,7 @@ samples of one micro-batch. What a later unit is given for all other samples has
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns
 from lightning_pipeline.model.rehearsal.padding import Padding
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import LARGEST, MadeUp, Outputs, bytes_of, made_up_values
-from lightning_pipeline.model.tensors import is_placeholder, user_line
+from lightning_pipeline.model.state import values_kept
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in, user_line
 from lightning_pipeline.model.trace import Trace
 
 _log = logging.getLogger(__name__)
@@ -119,9 +120,80 @@ class MixedValues:
                 run(values, both[0]), run(_exchanged(values, along, start, size), both[1])
                 return _line(*both, start, size, total)
         rows = [{(place, row) for place, one in parts.items() for row in one.rows} for parts in reached]
-        if len(rows) > 1 and set.intersection(*rows):
+        shared = set.intersection(*rows) if len(rows) > 1 else set()
+        units = {unit for (call, _), _ in shared if (unit := first.seen[call][0]) is not None}
+        if shared and not self._are_means(step, whole, sizes, trace, values, along, units):
             return {"a unit that is given one value for all samples": "what it gives"}
         return {}
+
+    def _are_means(
+        self, step: Step, whole: Microbatch, sizes: Sequence[int], trace: Trace,
+        values: Mapping[Any, Any], along: Mapping[Any, Any], units: Collection[int],
+    ) -> bool:  # fmt: skip
+        """Whether units that are given one value for all samples give means by samples.
+
+        Such as losses of tasks that a module with weights of its own adds up.
+        """
+        modules = [self._runs.patches.units[unit].module for unit in units]
+        if any(is_placeholder(one) for module in modules for one in module.parameters()):
+            return False
+        shares = [size / sum(sizes) for size in sizes]
+        for given in (values, _exchanged(values, along, 0, sum(sizes))):
+            with self._runs.apart(step), values_kept(modules), torch.no_grad():
+                batch = self._given_by(step, whole, units, given, trace)
+                parts = []
+                for number, (start, size) in enumerate(_parts(sizes)):
+                    cut = _cut(given, along, start, size)
+                    route, arguments = step.routes[number], step.microbatches[number]
+                    parts.append(self._given_by(step, arguments, units, cut, route.trace))
+            for one, several in zip(batch, zip(*parts, strict=True), strict=True):
+                mean = sum(share * part for share, part in zip(shares, several, strict=True))
+                if one.dim() or not bool(_are_close(one, torch.as_tensor(mean))):
+                    return False
+        return len(shares) <= _MOST
+
+    def _given_by(
+        self, step: Step, batch: Microbatch, units: Collection[int], values: Mapping[Any, Any], trace: Trace
+    ) -> list[Tensor]:
+        """What units give when they are called as in a run of the step."""
+        runner = _Called(values, trace, frozenset(), self._runs.patches.originals, sees=False)
+        runner.units = units
+        self._runs.run(step, batch, runner)
+        return [tensor.double() for tensor in runner.given]
+
+
+class _Called(MadeUp):
+    """Runs some units, too, and keeps what they give."""
+
+    units: Collection[int] = ()
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call."""
+        if unit in self.units and not self.inside:
+            self.inside = True
+            try:
+                copies = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
+                self.given += tensors_in(self._originals[unit](*copies[0], **copies[1]))
+            finally:
+                self.inside = False
+        return super().call(unit, args, kwargs)
+
+    @cached_property
+    def given(self) -> list[Tensor]:
+        """Tensors that they have given, in order."""
+        return []
+
+
+def _cut(values: Mapping[Any, Any], along: Mapping[Any, Any], start: int, size: int) -> dict[Any, Any]:
+    """Values of a micro-batch."""
+
+    def cut(tensor: Tensor, dimension: int | None) -> Tensor:
+        return tensor if dimension is None else tensor.narrow(dimension, start, size)
+
+    return {
+        call: ([cut(*one) for one in zip(tensors, along[call], strict=True)], structure)
+        for call, (tensors, structure) in values.items()
+    }
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
