@@ -233,3 +233,48 @@ def test_a_run_that_grew_goes_on_from_its_checkpoint(ranks: Ranks, tmp_path: Pat
     pipeline = {"stages": 2, "num_microbatches": 2, "save_distributed_checkpoint": distributed}
     for found in ranks(2)(saved_and_resumed, pipeline, str(tmp_path / "two")):
         assert_same(found, expected)
+
+
+class Codebook(nn.Module):
+    """Gives itself other parameters in its forward, as codebooks do that follow a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding(5, TARGETS).double()
+        self.sums = nn.Parameter(self.codes.weight.detach().clone())
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        chosen_codes = torch.cdist(hidden, self.codes.weight).argmin(1)
+        taken = nn.functional.one_hot(chosen_codes, 5).to(hidden) @ self.codes.weight
+        if self.training:
+            own = nn.functional.one_hot(chosen_codes, 5).to(hidden).T @ hidden
+            self.sums = nn.Parameter((0.9 * self.sums + 0.1 * own).detach())
+            self.codes.weight = nn.Parameter(self.sums.detach().clone())
+        return hidden + (taken - hidden).detach(), nn.functional.mse_loss(taken.detach(), hidden)
+
+
+class Quantised(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = Codebook()
+        self.head = nn.Linear(TARGETS, TARGETS).double()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        taken, near = self.book(self.net(batch[0]))
+        return nn.functional.mse_loss(self.head(taken), batch[1]) + near
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.net.parameters(), *self.head.parameters()], 0.1)
+
+
+def quantised(pipeline: dict[str, Any] | None) -> Any:
+    module = Quantised()
+    trainer(pipeline, limit_val_batches=0).fit(module, loader(24))
+    return weights(module)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_layer_that_gives_itself_other_parameters_is_waited_for_by_none(ranks: Ranks, stages: int) -> None:
+    expected = quantised(None)
+    for found in ranks(stages)(quantised, {"stages": stages, "num_microbatches": 1}):
+        assert_same((found, {}), (expected, {}))

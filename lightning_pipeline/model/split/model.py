@@ -162,6 +162,7 @@ class SplitModel(OutsideSteps):
         """
         self.failed()
         self._patches.remove()
+        self._registration.remove()
         self._guards.remove()
         for trace in (*self._earlier, *self.known.traces):
             for effect in trace.effects:
@@ -186,8 +187,7 @@ class SplitModel(OutsideSteps):
     def lacks(self, step: str) -> dict[str, set[int]]:
         """Parameters that a known step reads on stages that have no copy, by name, with these stages.
 
-        A step that was traced when the module was whole lacks nothing. One that reads what hooks set is
-        traced when it comes, and the module is cut by then.
+        One that reads what hooks set is traced when it comes, and the module is cut by then.
         """
         return self.known.lacks(step, self._residence.needed, self._stage_of)
 
@@ -590,6 +590,7 @@ class SplitModel(OutsideSteps):
         if self._open is not None:
             self._open.close()
         self._open, self._step = None, None
+        self.settle_replaced()
         self.known.forget_recent()
 
     def sinks_to(

@@ -1,11 +1,12 @@
 """What the user's hooks see and call of a module that is cut."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
@@ -35,6 +36,7 @@ class OutsideSteps:
     """
 
     _tree: ModuleTree
+    _open: ExitStack | None
     _on_growth: list[Callable[[], None]]
 
     def __init__(self, root: nn.Module, cut: Partition, stages: Sequence[int], device: torch.device) -> None:
@@ -98,6 +100,21 @@ class OutsideSteps:
         """From now on `take_in` finds what has come."""
         self._tree = ModuleTree(self.root)
         self._on_growth = [self.changed]
+        self._is_replaced = False
+        self._registration = register_module_parameter_registration_hook(self._note_registered)
+
+    def _note_registered(self, module: nn.Module, name: str, parameter: Any) -> None:
+        self._is_replaced |= self._open is not None  # a batch is on its way
+
+    def settle_replaced(self) -> None:
+        """After a batch: a layer may have given itself other parameters in the place of its own.
+
+        That is seen by the ranks that have it alone, and nothing comes to others by it.
+        """
+        if self._is_replaced:
+            self._is_replaced = False
+            self._residence.list_anew()
+            self._tree.look()
 
     def changed(self) -> None:
         """Told when something has come."""

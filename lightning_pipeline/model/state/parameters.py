@@ -120,6 +120,12 @@ class StageParameters:
         self._adopt_copies()
         self.drop()
 
+    def list_anew(self) -> None:
+        """Parameters have taken the place of others, under the same names."""
+        self._first_names = _first_names(self._root)
+        self.shared = self._find_shared()
+        self._listed = _every_tensor(self._root)
+
     def spread(self, wider: Mapping[str, Collection[int]]) -> dict[int, nn.Parameter]:
         """Let more stages keep copies of parameters; the one that owns them stays the same.
 
