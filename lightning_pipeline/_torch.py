@@ -146,9 +146,16 @@ def may_take_data_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(has(tensor, other))
 
 
+# Gradients are clipped all at once where every one is a plain tensor, and one by one where a placeholder is
+# among them. One rank may hold copies of what stands for others' on the next, and all are to do the same.
+# Since 2.0. Until `clip_grad_norm_` asks the tensors alone.
+ONE_BY_ONE: dict[str, Any] = {"_has_foreach_support": lambda *args, **kwargs: False}
+"""For `torch.nn.utils.clip_grad`."""
+
 __all__ = [
     "EXTRA_STATE_SUFFIX",
     "MEMORY_FORMAT",
+    "ONE_BY_ONE",
     "AnyBatchNorm",
     "DataDependentOutputException",
     "DisableTorchFunction",

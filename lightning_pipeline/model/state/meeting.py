@@ -16,9 +16,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline._torch import (
+    ONE_BY_ONE,
     DisableTorchFunctionSubclass,
     FakeTensor,
     TorchDispatchMode,
@@ -118,6 +120,7 @@ class Meeting:
                 self._modes[1],
                 patched(Tensor, {"__reduce_ex__": self._pickling(Tensor.__reduce_ex__)}),
                 patched(FakeTensor, {"tolist": Tensor.tolist}),  # its own reads number by number
+                patched(clip_grad, ONE_BY_ONE),
                 self._settling(),
             ):
                 yield
