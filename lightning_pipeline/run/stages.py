@@ -236,6 +236,7 @@ class Stages(StagesHeld):
         def around() -> Iterator[None]:
             with aside():
                 yield
+            self.meeting.sources.forget()  # weights that a step writes may have other memory now
             if trainer.received_sigterm and trainer.predicting:  # where Lightning does not look
                 raise SIGTERMException
 

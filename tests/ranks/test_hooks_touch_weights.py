@@ -20,6 +20,44 @@ from tests.ranks.lightning_cases import Regression, assert_same, fit
 Ranks = Callable[[int], Pool]
 
 
+class ClipsBesideAPenalty(Regression):
+    """The last stage holds all weights, for the step reads them; others hold their own."""
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + 0.01 * sum(one.pow(2).sum() for one in self.net.parameters())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), max_norm=0.1)
+
+
+class ClipsByValue(ClipsBesideAPenalty):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_value_(self.net.parameters(), 0.01)
+
+
+class ValidatesAverages(Regression):
+    """A moving average of all weights, which validation steps put in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages = [one.detach().clone() for one in self.net.parameters()]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for average, one in zip(self.averages, self.net.parameters(), strict=True):
+                average.sub_(0.1 * (average - one))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        held = [one.detach().clone() for one in self.net.parameters()]
+        with torch.no_grad():
+            for average, one in zip(self.averages, self.net.parameters(), strict=True):
+                one.copy_(average)
+        super().validation_step(batch, batch_idx)
+        with torch.no_grad():
+            for before, one in zip(held, self.net.parameters(), strict=True):
+                one.copy_(before)
+
+
 class AveragesByLayer(Regression):
     """A teacher whose layers follow the student's, which are on other stages."""
 
@@ -203,6 +241,9 @@ def test_a_whole_model_made_one_value_in_a_hook_is_refused(ranks: Ranks) -> None
 @pytest.mark.parametrize(
     "cls",
     [
+        ClipsBesideAPenalty,
+        ClipsByValue,
+        ValidatesAverages,
         AveragesByLayer,
         AssignsData,
         AssignsGradients,
