@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
 from tests.faults.cases import Ranks
@@ -277,4 +278,29 @@ def quantised(pipeline: dict[str, Any] | None) -> Any:
 def test_a_layer_that_gives_itself_other_parameters_is_waited_for_by_none(ranks: Ranks, stages: int) -> None:
     expected = quantised(None)
     for found in ranks(stages)(quantised, {"stages": stages, "num_microbatches": 1}):
+        assert_same((found, {}), (expected, {}))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+class ParametrizedLate(Regression):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for place in (2, 4):
+                parametrize.register_parametrization(self.net[place], "weight", Symmetric())
+
+
+def parametrized(pipeline: dict[str, Any] | None) -> Any:
+    module = ParametrizedLate()
+    trainer(pipeline, max_epochs=2, limit_val_batches=0).fit(module, loader(24))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_a_weight_that_a_parametrization_moves_is_left_once(ranks: Ranks) -> None:
+    expected = parametrized(None)
+    for found in ranks(2)(parametrized, {"stages": 2, "num_microbatches": 2}):
+        assert found.keys() == expected.keys()
         assert_same((found, {}), (expected, {}))

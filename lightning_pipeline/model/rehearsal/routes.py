@@ -513,7 +513,8 @@ class RouteFinder:
             more = f", which calls {new}" if new else ""
             raise SplitError(
                 f"{trace.step} takes another way through the model than the one that it was cut by{more}: "
-                f"{reason}. Choose a partition that keeps these together"
+                f"{reason}. Choose a partition that keeps these together, or let every rank run steps whole: "
+                "PipelineStrategy(whole_steps=True)"
             )
 
 

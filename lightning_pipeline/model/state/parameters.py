@@ -187,12 +187,17 @@ class StageParameters:
     def _name_dropped(self) -> None:
         """What stands for tensors of other stages is called as it is now."""
         names = {id(module): name for name, module in reversed(list(self._root.named_modules()))}
+        places = {
+            id(one): (module, name)
+            for module in reversed(list(self._root.modules()))
+            for name, one in module._parameters.items()
+        }
         renamed: set[int] = set()
         for item in self._dropped:
             if id(item.module) not in names:
                 continue
+            self._follow_name(item, places)
             prefix = names[id(item.module)]
-            self._follow_name(item)
             item.full_name = f"{prefix}.{item.name}" if prefix else item.name
             registry: Any = item.module._parameters if item.is_parameter else item.module._buffers
             made = registry.get(item.name)
@@ -203,12 +208,14 @@ class StageParameters:
                 if stands is not None and is_placeholder(stands):
                     rename(stands, item.full_name)
 
-    def _follow_name(self, item: _Dropped) -> None:
-        """A parameter may have another name in its module, such as one that is pruned."""
+    def _follow_name(self, item: _Dropped, places: Mapping[int, tuple[nn.Module, str]]) -> None:
+        """A parameter may have another name, such as one that is pruned, or be in another module."""
         made = self.stand_ins.get(item.tensor)
         names = [name for name, one in item.module._parameters.items() if one is made]
         if made is not None and names and item.name not in names:
             item.name = names[0]
+        elif made is not None and not names and id(made) in places:  # as a parametrization moves it
+            item.module, item.name = places[id(made)]
 
     def _take(
         self, module: nn.Module, registry: Any, name: str, full: str, tensor: Tensor, is_parameter: bool,
