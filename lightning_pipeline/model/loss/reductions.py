@@ -66,7 +66,8 @@ def valid_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if call.reduction != "mean" or target.is_floating_point() or is_placeholder(target):
         return None
     valid = target != call.ignore_index
-    if call.weight is None:
-        return valid.sum()
-    weights = call.weight.detach()
-    return None if is_placeholder(weights) else (weights[torch.where(valid, target, 0)] * valid).sum()
+    if call.weight is not None and is_placeholder(call.weight):
+        return None
+    weights = 1 if call.weight is None else call.weight.detach()[torch.where(valid, target, 0)]
+    count = (weights * valid).sum()
+    return None if is_placeholder(count) else count  # what units compute was written into the targets

@@ -19,7 +19,13 @@ from lightning_pipeline.model.loss.events import (
     pairs,
 )
 from lightning_pipeline.model.loss.functions import AT_LEAST, SELECTING, SUMS, both
-from lightning_pipeline.model.loss.reductions import LOSSES, read_together, reduction_of, valid_targets
+from lightning_pipeline.model.loss.reductions import (
+    LOSSES,
+    LossCall,
+    read_together,
+    reduction_of,
+    valid_targets,
+)
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 
 
@@ -400,7 +406,7 @@ def _loss(step: Step) -> Share | None:
     if any(operand.guessed for operand in step.whole.operands):
         if call.weight is None:
             count = valid_targets(step.mine.func, step.args, step.kwargs)
-            return step.mean_of(step.mine.operands[0].elements if count is None else count)
+            return step.mean_of(_elements(step.mine, call) if count is None else count)
         return step.lost(always=True)
     if step.mine.divisor is not None and step.whole.divisor is not None:
         mine, whole = read_together(step.mine.divisor, step.whole.divisor)
@@ -410,13 +416,18 @@ def _loss(step: Step) -> Share | None:
         return step.lost(always=True)
     if any(map(step.has_pairs, range(len(step.mine.operands)))):
         return None
-    mine, whole = (
-        float(max(o.shape[0] if call.reduction == "batchmean" else o.elements for o in event.operands))
-        for event in (step.mine, step.whole)
-    )
+    mine, whole = (float(_elements(event, call)) for event in (step.mine, step.whole))
     origin = max((share.origin for share in step.known if share is not None), default=SHAPES)
     step.shares.counted(mine, whole)
     return Share(((mine / whole, step.result),), origin)
+
+
+def _elements(event: Event, call: LossCall) -> int:
+    """How many numbers the mean of a loss is of: one for each text where it aligns texts."""
+    if event.func is nn.functional.ctc_loss:
+        shape = event.operands[0].shape
+        return shape[1] if len(shape) == 3 else 1
+    return max(o.shape[0] if call.reduction == "batchmean" else o.elements for o in event.operands)
 
 
 def _contraction(step: Step) -> Share | None:

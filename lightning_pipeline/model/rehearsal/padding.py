@@ -109,9 +109,17 @@ class Padding:
         route = step.routes[0]
         by_values = {(call.unit, call.nth) for call in route.trace.calls if call.by_values}
         decided = {call: one for call, one in outputs.items() if call in by_values}
-        for number, batch in enumerate(step.microbatches):
-            own = self._outputs(route, batch, partial(step.seeds.microbatch, number))
-            padded = _Padded(sum(sizes[:number]), sizes[number], sum(sizes), decided, own)
+        every = [
+            self._outputs(route, batch, partial(step.seeds.microbatch, number))
+            for number, batch in enumerate(step.microbatches)
+        ]
+        joined = {
+            (*call, leaf): _joined(spec.shape, call, leaf, every)
+            for call, (_, specs) in decided.items()
+            for leaf, spec in enumerate(specs)
+        }
+        for number, own in enumerate(every):
+            padded = _Padded(sum(sizes[:number]), sizes[number], sum(sizes), decided, own, joined)
             if padded.units:
                 yield number, padded
 
@@ -188,6 +196,19 @@ class _Forwards:
         return None
 
 
+def _joined(shape: Sequence[int], call: UnitCall, leaf: int, every: Sequence[Outputs]) -> frozenset[int]:
+    """Dimensions along which a batch has what its micro-batches have together, such as words that are packed.
+
+    Of a width it has what the widest of them has.
+    """
+    own = [one[call][1][leaf].shape for one in every if call in one and leaf < len(one[call][1])]
+    if len(own) < len(every) or any(len(one) != len(shape) for one in own):
+        return frozenset()
+    return frozenset(
+        dim for dim, size in enumerate(shape) if max(sizes := [one[dim] for one in own]) < size == sum(sizes)
+    )
+
+
 @contextmanager
 def _in_evaluation(root: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in root.modules()]
@@ -209,27 +230,37 @@ class _Padded:
         total: Those of the batch.
         outputs: What units return for the batch, of which values decide how much that is.
         own: What all of them return for the micro-batch.
+        joined: Dimensions of no width, by unit, number of the call and tensor; see `_joined`.
 
     Attributes:
         units: Those that give fewer of something, by number.
     """
 
-    def __init__(self, start: int, size: int, total: int, outputs: Outputs, own: Outputs) -> None:
+    def __init__(
+        self, start: int, size: int, total: int, outputs: Outputs, own: Outputs,
+        joined: Mapping[tuple[int, int, int], Collection[int]],
+    ) -> None:  # fmt: skip
         self._start, self._size, self._total, self._own = start, size, total, own
         self._decided = list(outputs)
         self._lengths: set[tuple[int, int]] = set()
         self.units: list[int] = []
         for call, (_, specs) in outputs.items():
-            pairs = zip(specs, own[call][1] if call in own else (), strict=False)
-            found = {one for theirs, mine in pairs for one in self._shorter(theirs.shape, mine.shape)}
+            pairs = enumerate(zip(specs, own[call][1] if call in own else (), strict=False))
+            found = {
+                one
+                for leaf, (theirs, mine) in pairs
+                for one in self._shorter(theirs.shape, mine.shape, joined.get((*call, leaf), ()))
+            }
             if found and call[0] not in self.units:
                 self.units.append(call[0])
             self._lengths |= found
 
-    def _shorter(self, theirs: Sequence[int], mine: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _shorter(
+        self, theirs: Sequence[int], mine: Sequence[int], joined: Collection[int]
+    ) -> Iterator[tuple[int, int]]:
         """Sizes for the batch and for the micro-batch, of dimensions that are no samples'."""
         if len(theirs) == len(mine):
-            pairs = zip(theirs, mine, strict=True)
+            pairs = [one for dim, one in enumerate(zip(theirs, mine, strict=True)) if dim not in joined]
             yield from (one for one in pairs if one[0] > one[1] and one != (self._total, self._size))
 
     def _rows(self, tensor: Tensor, shape: Sequence[int]) -> tuple[Tensor | None, int | None]:
@@ -253,9 +284,13 @@ class _Padded:
         """Those of the micro-batch."""
         found: dict[UnitCall, tuple[list[Tensor], Any]] = {}
         for call, (tensors, structure) in values.items():
-            pairs = zip(tensors, self._own[call][1], strict=True)
+            pairs = list(zip(tensors, self._own[call][1], strict=True))
             parts = [self._rows(tensor, spec.shape)[0] for tensor, spec in pairs]
-            found[call] = ([one for one in parts if one is not None], structure)
+            own = made_up_values({call: (structure, self._own[call][1])})[call][0]
+            found[call] = (
+                [mine if one is None else one for one, mine in zip(parts, own, strict=True)],
+                structure,
+            )
         return found
 
     def fillings(self, values: Values, gave: Mapping[UnitCall, list[Tensor]]) -> list[list[Values]]:

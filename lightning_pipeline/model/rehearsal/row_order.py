@@ -165,7 +165,8 @@ class _RowByRow(MadeUp):
         length = tensor.shape[dim]
         rows = torch.zeros(length, dtype=torch.float64, device=tensor.device)
         for one in given:
-            of_rows = next((d for d, size in enumerate(one.shape) if size == length), None)
+            places = (dim, *range(one.dim()))  # of several, as where words are as many: its own
+            of_rows = next((d for d in places if d < one.dim() and one.shape[d] == length), None)
             if of_rows is not None:
                 rows += _number_of_each(one.detach(), of_rows)
         shape = [length if d == dim else 1 for d in range(tensor.dim())]
