@@ -206,6 +206,8 @@ def _is_changed(pair: tuple[Any, list[Any]]) -> bool:
     if len(held) > _LONG:
         return before != [len(held)]
     now = _contents(held)
+    if isinstance(held, set):  # one that was emptied and filled again may have its items in another order
+        return set(map(id, now)) != set(map(id, before))
     return len(now) != len(before) or not all(map(is_, now, before))
 
 
