@@ -8,7 +8,7 @@ samples of one micro-batch. What a later unit is given for all other samples has
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -156,20 +156,34 @@ class MixedValues:
         self, step: Step, batch: Microbatch, units: Collection[int], values: Mapping[Any, Any], trace: Trace
     ) -> list[Tensor]:
         """What units give when they are called as in a run of the step."""
-        runner = _Called(values, trace, frozenset(), self._runs.patches.originals, sees=False)
-        runner.units = units
+        runner = _Called(values, trace, self._runs.patches.originals, units)
         self._runs.run(step, batch, runner)
         return [tensor.double() for tensor in runner.given]
 
 
 class _Called(MadeUp):
-    """Runs some units, too, and keeps what they give."""
+    """Runs some units, too, and keeps what they give.
 
-    units: Collection[int] = ()
+    Args:
+        values: For each call of a unit, tensors and the structure that they are put into.
+        trace: Of the step.
+        originals: The units' own forwards.
+        units: Those that run.
+
+    Attributes:
+        given: Tensors that they have given, in order.
+    """
+
+    def __init__(
+        self, values: Mapping[Any, Any], trace: Trace, originals: Sequence[Any], units: Collection[int]
+    ) -> None:
+        super().__init__(values, trace, frozenset(), originals, sees=False)
+        self._units = units
+        self.given: list[Tensor] = []
 
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call."""
-        if unit in self.units and not self.inside:
+        if unit in self._units and not self.inside:
             self.inside = True
             try:
                 copies = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
@@ -177,11 +191,6 @@ class _Called(MadeUp):
             finally:
                 self.inside = False
         return super().call(unit, args, kwargs)
-
-    @cached_property
-    def given(self) -> list[Tensor]:
-        """Tensors that they have given, in order."""
-        return []
 
 
 def _cut(values: Mapping[Any, Any], along: Mapping[Any, Any], start: int, size: int) -> dict[Any, Any]:

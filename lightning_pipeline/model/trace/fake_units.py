@@ -365,10 +365,8 @@ def _made_up(tensor: Tensor) -> Tensor:
     options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     if tensor.is_floating_point() or tensor.is_complex():
         made = torch.randn(tensor.shape, **options)
-        if (
-            not tensor.dim() and tensor.is_floating_point()
-        ):  # a loss, of which code asks whether it is positive
-            made = made.abs()
+        if tensor.is_floating_point() and not tensor.dim():
+            made = made.abs()  # a loss, of which code may ask whether it is positive
         with torch.enable_grad():
             return alias(made.requires_grad_()) if tensor.requires_grad else made
     return torch.zeros(tensor.shape, **options)

@@ -81,6 +81,14 @@ class Speech(Regression):
         return nn.functional.ctc_loss(made, texts, lengths, words)
 
 
+def fitted(pipeline, module, batches):
+    """The weights, and what was said of micro-batches."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(pipeline, limit_val_batches=0).fit(module, DataLoader(batches, batch_size=None))
+    return weights(module), [str(one.message) for one in told if "micro-batch" in str(one.message)]
+
+
 def spoken(pipeline):
     generator = torch.Generator().manual_seed(1)
     lengths, words = torch.tensor([9, 8, 5, 4]), torch.tensor([2, 1, 2, 2])
@@ -93,11 +101,7 @@ def spoken(pipeline):
         )
         for number in range(3)
     ]
-    module = Speech()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer(pipeline, limit_val_batches=0).fit(module, DataLoader(batches, batch_size=None))
-    return weights(module), [str(one.message) for one in told if "micro-batch" in str(one.message)]
+    return fitted(pipeline, Speech(), batches)
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4])
@@ -132,11 +136,7 @@ def packed(pipeline):
         )
         for _ in range(3)
     ]
-    module = Packs()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer(pipeline, limit_val_batches=0).fit(module, DataLoader(batches, batch_size=None))
-    return weights(module), [str(one.message) for one in told if "micro-batch" in str(one.message)]
+    return fitted(pipeline, Packs(), batches)
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4])
