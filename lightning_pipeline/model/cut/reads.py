@@ -51,7 +51,7 @@ class Reads:
         called: What tells the functions that were called from others.
         asks: Whether code has asked whether something holds of values that units compute.
         compares: Whether it has read numbers of them.
-        places: Identities of those that it has changed.
+        places: Identities of those that it has changed, where it ran to its end.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Reads:
         self.leads_to: Route | None = None
         self.called = 0
         self.asks = self.compares = False
-        self.places: set[Hashable] = set()
+        self.places: set[Hashable] | None = None
 
     def begin(self) -> None:
         """The step begins.

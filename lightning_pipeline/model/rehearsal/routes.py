@@ -338,7 +338,7 @@ class RouteFinder:
             more = self._look_once(routes, microbatch, seeds, other)
             if isinstance(more, list) and more:
                 return more
-            if more is found:
+            if more is found and reads.places is not None and other.places is not None:
                 routes.decided_by_value(reads.places ^ other.places)
         self._called = called
         return found
