@@ -25,6 +25,11 @@ BY: dict[str, Callable[[Tensor], bool]] = {
     "number": lambda x: x[:, 0].sum().item() > 0,
     "array": lambda x: bool(x[:, 0].numpy().sum() > 0),
     "list": lambda x: sum(x[:, 0].tolist()) > 0,
+    "places": lambda x: len(torch.nonzero(x[:, 0] > 0)) > 3,
+    "rows": lambda x: x[x[:, 0] > 0].shape[0] > 3,
+    "picked later": lambda x: x[x[:, 0] > 0.5][:, 1].abs().size(0) >= 3,
+    "elements": lambda x: torch.masked_select(x, x > 0.5).numel() > 7,
+    "repeated": lambda x: len(x.repeat_interleave((x[:, 0] > 0).long(), dim=0)) > 3,
 }
 
 
@@ -139,6 +144,14 @@ def test_branches_are_those_of_one_device_on_several_ranks(ranks: Ranks, schedul
     last, first = ranks(2)(fit_branches, pipeline, decides, "nested")
     assert_same(last, expected)
     assert_same(first, (expected[0], {name: expected[1][name] for name in first[1]}))
+
+
+@pytest.mark.parametrize("by", ["places", "rows", "picked later", "elements", "repeated"])
+@pytest.mark.parametrize("decides", ["detach", "frozen", "scale"])
+def test_branches_by_how_many_a_mask_picks_are_those_of_one_device(decides: str, by: str) -> None:
+    pipeline = {"stages": 1, "num_microbatches": 2}
+    found, expected = (fit_branches(one, decides, "nested", by=by) for one in (pipeline, None))
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("decides", [one for one in DECIDES if one not in ("detach", "factor")])

@@ -16,6 +16,8 @@ from lightning_pipeline.model.cut.table import (
 )
 from lightning_pipeline.model.cut.trials import Trials
 from lightning_pipeline.model.cut.ways import (
+    NO_CALLS,
+    Calls,
     Liveness,
     Microbatch,
     Route,
@@ -35,6 +37,8 @@ from lightning_pipeline.model.cut.ways import (
 )
 
 __all__ = [
+    "NO_CALLS",
+    "Calls",
     "Liveness",
     "Microbatch",
     "ModuleTree",

@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.cut.ways import Route, StageDone
+from lightning_pipeline.model.cut.ways import NO_CALLS, Route, StageDone
 from lightning_pipeline.model.places import holds_noted
 from lightning_pipeline.model.trace import is_tensor_read
 
@@ -66,7 +66,7 @@ class Reads:
         self.tell_all, self.by_form = True, True
         self.failed: Route | None = None
         self.leads_to: Route | None = None
-        self.called = 0
+        self.called = NO_CALLS
         self.asks = self.compares = False
         self.places: set[Hashable] | None = None
 
@@ -104,6 +104,17 @@ class Reads:
         """
         if not isinstance(result, _GIVEN_TO_PYTHON) or func in _OF_FORM or _is_getter(func):
             return
+        self.read(result)
+
+    def read(self, result: Any) -> None:
+        """A number, or several, were read that values decide.
+
+        Args:
+            result: What was.
+
+        Raises:
+            StageDone: As by `note`.
+        """
         self.tell_all &= isinstance(result, _NUMBERS)
         self.values.append(result)
         self.changed = self.changed or self.changes()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -219,6 +219,22 @@ class TracedOutputs(dict[tuple[int, int], TracedOutput]):
         return call.structure, specs or call.specs
 
 
+class Calls(NamedTuple):
+    """What tells the calls of a run of a step from those of another.
+
+    Attributes:
+        functions: Which functions were called between units, and how the flags of units stood; 0: no run has
+            looked.
+        standing: How units stood, with the numbers that they hold, which may be others in each batch.
+    """
+
+    functions: int
+    standing: int
+
+
+NO_CALLS = Calls(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """One way through the model.
@@ -317,8 +333,8 @@ class StepRoutes:
         self._numbers: dict[str, Place] = {}
         self.decided: dict[Hashable, Route] = {}
         self.by_reads: dict[Hashable, Route | None] = {}
-        self.by_form: dict[Hashable, tuple[Route, tuple[bool, ...], int]] = {}
-        self.called_by: dict[Hashable, int] = {}  # what tells the functions called, by what was read
+        self.by_form: dict[Hashable, tuple[Route, tuple[bool, ...], Calls]] = {}
+        self.called_by: dict[Hashable, Calls] = {}  # what tells the functions called, by what was read
         self._modules = modules
         self.index_tried = False
         self.called: set[int] = set()

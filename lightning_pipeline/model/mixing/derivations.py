@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipeline.model.mixing.calls import Functions, Run, target_of
 from lightning_pipeline.model.mixing.meetings import name_of
-from lightning_pipeline.model.mixing.rows import Functions, Run, target_of
 from lightning_pipeline.model.mixing.standing import standing_of
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import tensors_in

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.mixing.calls import Functions, Seen, decided_between
 from lightning_pipeline.model.mixing.looks import AsGiven, Reached
 from lightning_pipeline.model.mixing.meetings import Meetings, Met, name_of
-from lightning_pipeline.model.mixing.rows import Functions, Rows, Seen, decided_between
+from lightning_pipeline.model.mixing.rows import Rows
 from lightning_pipeline.model.mixing.sums import goes_by_sizes
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 
@@ -67,16 +68,15 @@ class Comparison:
 
     def _decided(self) -> dict[str, tuple[str, int]]:
         whole, parts = self._seen(None, Seen(self._elsewhere)), []
-        alike = [one.key for one in whole.calls]
         for number in range(len(self._sizes)):
             own = self._seen(number, Seen(self._elsewhere, root=self._root))
             parts.append(own)
-            if [one.key for one in own.calls] != alike:
-                for arrays in (False, True):
-                    given = self._seen(number, Seen(self._elsewhere, whole, arrays=arrays))
+            if own.keys != whole.keys:
+                for also in whole.asks():
+                    given = self._seen(number, Seen(self._elsewhere, whole, also=also))
                     if found := decided_between(whole, own, given):
                         return found
-        if all([one.key for one in own.calls] == alike for own in parts):
+        if all(own.keys == whole.keys for own in parts):
             self.by_sizes = goes_by_sizes(whole, parts)
         return {}
 

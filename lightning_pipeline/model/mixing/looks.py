@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import DisableTorchFunction
+from lightning_pipeline.model.mixing.calls import FORM, Functions, Run, target_of
 from lightning_pipeline.model.mixing.meetings import Meetings, may_be_of_batch, picks
-from lightning_pipeline.model.mixing.rows import FORM, Functions, Run, target_of
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in, user_line
 

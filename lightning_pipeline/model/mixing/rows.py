@@ -7,278 +7,25 @@ all of it where they have the same shape, as `x.mean(0)` has.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.mixing.meetings import is_set, picks
-from lightning_pipeline.model.mixing.positions import Positions, lengths
-from lightning_pipeline.model.mixing.standing import standing_of
+from lightning_pipeline.model.mixing.calls import NUMBERS, Called, Functions, Run, Seen, fresh
+from lightning_pipeline.model.mixing.meetings import is_set
+from lightning_pipeline.model.mixing.positions import Positions
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import (
-    is_placeholder,
-    map_tensors,
     same_values,
-    storage_key,
     tensors_in,
-    user_line,
 )
-
-Run = Callable[..., Any]
-"""Runs a function: it, arguments, keyword arguments, and what answers in its place."""
-_NUMBERS = frozenset(
-    {Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.is_nonzero}
-)
-_ARRAYS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__})
-_NUMBER = bool | int | float | complex
-FORM = frozenset({
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__",
-    "__get__", "get_device", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_same_size",
-})  # fmt: skip
-"""Functions that tell of a tensor what follows from its form, and not from its values."""
 
 
 class _CannotError(Exception):
     """What a function gives for a micro-batch is no part of what it gives for the batch."""
-
-
-class Called(NamedTuple):
-    """A call of a function, or of a unit.
-
-    Attributes:
-        func: The function, or the number of the unit.
-        result: What it gave, in copies.
-        target: What it has written into its first argument, in a copy; None where it only returns.
-        opaque: Whether it has to do with values of units.
-        is_given: Whether it returned the very tensor that it was given.
-        lengths: Of how many things its result may be numbers.
-        reads: Whether it gave Python a value that units have computed.
-        picked: Whether it gave as many samples as a mask picked, or as values say.
-        read: What a number would be read from, where the batch's is given in its place.
-        by_batch: Whether it gave Python a number that follows from the samples.
-        standing: Of a unit what decides how it computes.
-    """
-
-    func: Any
-    result: Any = None
-    target: Tensor | None = None
-    opaque: bool = False
-    is_given: bool = False
-    lengths: frozenset[int] = frozenset()
-    reads: bool = False
-    picked: bool = False
-    read: Tensor | None = None
-    by_batch: bool = False
-    standing: Hashable = None
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for two calls of the same that may do the same."""
-        return self.func, self.standing
-
-
-class Functions:
-    """Stands between a step's code and the functions that it calls between units."""
-
-    def begin(self, batch: Any) -> None:
-        """The step begins.
-
-        Args:
-            batch: Its arguments.
-        """
-
-    def stands(self, module: nn.Module) -> None:
-        """This unit is about to be called."""
-
-    def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
-        """A unit is called.
-
-        Args:
-            number: Its number.
-            given: Its arguments.
-            seeds: Of the run.
-        """
-        raise NotImplementedError
-
-    def answered(self, output: Any) -> None:
-        """The unit has returned this."""
-
-    def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
-        """Answer a call of a function.
-
-        Args:
-            func: It.
-            args: Its arguments.
-            kwargs: Likewise.
-            run: Runs it.
-        """
-        raise NotImplementedError
-
-    def end(self, result: Any) -> None:
-        """The step has returned this."""
-
-
-class Seen(Functions):
-    """One run of a step, as it is.
-
-    Args:
-        elsewhere: Parameters and buffers that some ranks do not have.
-        whole: A run for the batch, whose numbers this one for a micro-batch reads.
-        root: The LightningModule, where lines are to be noted.
-        arrays: Whether it reads arrays and lists of numbers of that run, too.
-
-    Attributes:
-        calls: Of functions and units, in order.
-        lines: Of each of them.
-        host: Where numpy's and Python's generators stood at the first unit.
-        returns_more: Whether the step returned something beside its loss.
-    """
-
-    def __init__(
-        self, elsewhere: Iterable[Tensor] = (), whole: "Seen | None" = None, root: nn.Module | None = None,
-        *, arrays: bool = False,
-    ) -> None:  # fmt: skip
-        self._asked = _NUMBERS | _ARRAYS if arrays else _NUMBERS
-        self.calls: list[Called] = []
-        self.lines: list[str] = []
-        self._root = root
-        self.host: int | None = None
-        self._standing: Hashable = None
-        self.returns_more = self.ended = False
-        self._whole: list[Called] = [] if whole is None else whole.calls
-        self._elsewhere = {id(one): one for one in elsewhere}
-        """These and what is made of them, which ranks may know or not."""
-        self._picked: dict[int, Tensor] = {}
-        self._of_batch: dict[int, Tensor] = {}
-        self._shared: set[int] = set()  # memory that several tensors have
-        self._held: list[Tensor] = []
-
-    @property
-    def calls_of_units(self) -> dict[tuple[Any, int], int]:
-        """The places of calls of units, by the unit and the number of the call."""
-        counts, found = Counter[Any](), dict[tuple[Any, int], int]()
-        for place, one in enumerate(self.calls):
-            if isinstance(one.func, int):
-                found[one.func, counts[one.func]] = place
-                counts[one.func] += 1
-        return found
-
-    def is_made_here(self, value: Any) -> bool:
-        """Whether a tensor that the step has left follows from the batch alone: no unit has a part in it."""
-        plain = isinstance(value, Tensor) and not (value.requires_grad or is_placeholder(value))
-        return plain and id(value) not in self._elsewhere and not any(call.reads for call in self.calls)
-
-    def stands(self, module: nn.Module) -> None:
-        """This unit is about to be called."""
-        self._standing = standing_of(module)
-
-    def begin(self, batch: Any) -> None:
-        """The step begins, with these arguments."""
-        self._of_batch = {id(one): one for one in tensors_in(batch)}
-
-    def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
-        """A unit is called."""
-        if self.host is None:
-            self.host = seeds.host_place()
-        self._note(Called(number, standing=self._standing))
-
-    def end(self, result: Any) -> None:
-        """The step has returned this."""
-        self.ended, self.returns_more = True, not isinstance(result, Tensor | None)
-
-    def _note(self, called: Called) -> None:
-        self.calls.append(called)
-        if self._root is not None:
-            self.lines.append(user_line(self._root))
-
-    def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
-        """Run a function and note what it gave."""
-        given, answer = list(tensors_in((args, kwargs))), self._of_whole(func)
-        result = run(func, args, kwargs) if answer is None else _fresh(answer.result)
-        target = target_of(func, args)
-        opaque = any(one.requires_grad or is_placeholder(one) for one in tensors_in((args, kwargs, result)))
-        of_units = opaque or any(id(one) in self._elsewhere for one in given)
-        if target is not None and not opaque:
-            if target._base is not None or storage_key(target) in self._shared:
-                opaque = True  # another tensor is written, too
-        elif not opaque:
-            self._note_memory(args, result)
-        opaque = opaque or of_units
-        kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
-        written = None if target is None or opaque else target.detach().clone()
-        is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
-        if opaque:
-            self._elsewhere.update((id(one), one) for one in tensors_in(result))
-        if of_units and target is not None:
-            self._elsewhere.update((id(one), one) for one in (target, target._base) if one is not None)
-        reads = opaque and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in FORM
-        numbers, picked = lengths(func, args, kwargs), self._is_picked(func, args, given, result)
-        asked = answer is not None and func in _NUMBERS
-        read = args[0].detach().clone() if asked else None
-        by_batch = any(id(one) in self._of_batch for one in given)
-        if by_batch:
-            made = [*tensors_in(result), *(() if target is None else (target,))]
-            self._of_batch.update((id(one), one) for one in made)
-        is_read = by_batch and not opaque and func in _NUMBERS
-        self._note(Called(func, kept, written, opaque, is_given, numbers, reads, picked, read, is_read))
-        return result
-
-    def _of_whole(self, func: Any) -> Called | None:
-        """The call that reads this number, or makes a set of values, in the run for the batch."""
-        place = len(self.calls)
-        if (
-            not (func in self._asked or is_set(func))
-            or place >= len(self._whole)
-            or self._whole[place].func is not func
-        ):
-            return None
-        return None if self._whole[place].opaque else self._whole[place]
-
-    def _is_picked(self, func: Any, args: Any, given: Sequence[Tensor], result: Any) -> bool:
-        """Whether there are as many samples as values say, and note it."""
-        rows = {one.shape[0] for one in given if id(one) in self._picked and one.dim()}
-        found = [
-            one for one in tensors_in(result) if picks(func, args) or (one.dim() and one.shape[0] in rows)
-        ]
-        self._picked.update((id(one), one) for one in found)
-        return bool(found)
-
-    def _note_memory(self, args: Any, result: Any) -> None:
-        given = {storage_key(one) for one in tensors_in(args)}
-        for tensor in tensors_in(result):
-            self._held.append(tensor)  # so that its memory is no other's
-            if storage_key(tensor) in given and not any(tensor is arg for arg in args):
-                self._shared.add(storage_key(tensor))
-
-
-def decided_between(whole: Seen, own: Seen, given: Seen) -> dict[str, tuple[str, int]]:
-    """The line at which a number of the batch decides what a step does, which a micro-batch has otherwise.
-
-    It is one that, given to the micro-batch, lets it do what the batch does; or whatever it is that lets a
-    unit stand otherwise.
-
-    Args:
-        whole: A run for the batch.
-        own: One for the micro-batch, with lines.
-        given: One for it that reads the batch's numbers.
-    """
-    theirs, mine, same = ([one.key for one in run.calls] for run in (whole, own, given))
-    if mine == theirs or not mine:
-        return {}
-    if same == theirs:
-        pairs = enumerate(zip(mine, theirs, strict=False))
-        place = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(mine), len(theirs)))
-        units = sum(isinstance(one.func, int) for one in whole.calls[:place])
-        return {own.lines[min(place, len(mine) - 1)]: ("a condition", units)}
-    of_whole = whole.calls_of_units
-    for number, (key, place) in enumerate(own.calls_of_units.items()):
-        if key in of_whole and own.calls[place].standing != whole.calls[of_whole[key]].standing:
-            return {own.lines[place]: ("a condition", number)}
-    return {}
 
 
 class Rows:
@@ -354,8 +101,7 @@ class Followed(Functions):
 
     def __init__(self, whole: Seen, own: Seen, rows: Rows, added: Collection[int] = ()) -> None:
         self._whole, self._own, self._rows, self._added = whole.calls, own.calls, rows, added
-        alike = [one.key for one in whole.calls] == [one.key for one in own.calls]
-        self.failed = not alike or whole.host != own.host
+        self.failed = whole.keys != own.keys or whole.host != own.host
         self._before = True  # no unit has been called
         self.leaves_some = False
         self._has_read = False  # values of units, which are made up here and may choose what comes then
@@ -387,7 +133,8 @@ class Followed(Functions):
             if answer is None:
                 answer = _Answer(func)
                 result = run(func, args, kwargs)
-                if self._before or (self._has_read and not found[0].opaque):
+                own = found[0].picked and found[1].picked
+                if not own and (self._before or (self._has_read and not found[0].opaque)):
                     self._see(found[0].result, result)
                 self._has_read = self._has_read or found[0].reads
             else:
@@ -433,7 +180,7 @@ class Followed(Functions):
             return _Answer(whole.func, is_given=True, value=part, writes=True)
         if not self._before and len(self.answers) in self._added:
             return None
-        if whole.func in _NUMBERS:
+        if whole.func in NUMBERS or (whole.counts and own.result == whole.result):
             return _Answer(whole.func, is_given=True, value=whole.result)
         if not self._before and self._positions.are_all(whole.func):
             return None  # by which values of units are chosen, as in `logits[torch.arange(n), y]`
@@ -535,30 +282,10 @@ class Given(Functions):
 def _given(answer: _Answer, args: Any, kwargs: Any, run: Run) -> Any:
     run(answer.func, args, kwargs, lambda *call: answer.value)  # a random one is run: the next is another
     if not answer.writes:
-        return _fresh(answer.value)
+        return fresh(answer.value)
     with torch.no_grad():
         args[0].copy_(answer.value)
     return None if getattr(answer.func, "__name__", "") == "__setitem__" else args[0]
-
-
-def _fresh(value: Any) -> Any:
-    """A copy, which nobody has written into and of which nobody knows what a micro-batch has of it."""
-    return map_tensors(torch.clone, value)
-
-
-def target_of(func: Any, args: Any) -> Tensor | None:
-    """What a function changes in place, by its name.
-
-    Args:
-        func: The function.
-        args: Its arguments.
-    """
-    name = getattr(func, "__name__", "")
-    writes = name in ("__setitem__", "__set__") or name.startswith("__i") or (
-        name.endswith("_") and not name.endswith("__")
-    )  # fmt: skip
-    is_type = name in ("__index__", "__int__", "__invert__", "__iter__")
-    return args[0] if writes and not is_type and args and isinstance(args[0], Tensor) else None
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.mixing.rows import Seen
+from lightning_pipeline.model.mixing.calls import Seen
 
 
 def sums_of_parts(whole: Seen, parts: Sequence[Seen]) -> set[int]:

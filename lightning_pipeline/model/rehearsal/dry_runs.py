@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
-from lightning_pipeline.model.cut import Microbatch, Reads, Route, StageDone, StepRoutes, TracedOutputs
+from lightning_pipeline.model.cut import Calls, Microbatch, Reads, Route, StageDone, StepRoutes, TracedOutputs
 from lightning_pipeline.model.loss import Observer
 from lightning_pipeline.model.mixing import Functions, standing_of
 from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, host_draws
@@ -211,7 +211,7 @@ class Walk(_DryRun):
         super().__init__(view, seeds, Guesses(holds=routes.base.trace.holds, **reads.answers))
         self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
         self.follow, self._is_guess = self._note, False
-        self.called = 0  # which functions were called between units, in order
+        self._functions = self._standing = 0
 
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
         """Call the step, up to where values are needed; None where the way is not known."""
@@ -231,18 +231,25 @@ class Walk(_DryRun):
         return self._node.ends
 
     @property
+    def called(self) -> Calls:
+        """What code between units has called, and how units stood."""
+        return Calls(self._functions, self._standing)
+
+    @property
     def asks(self) -> tuple[bool, bool]:
         """Whether code has asked for truths that units compute, and whether for numbers."""
         return self._guesses.asked, self._guesses.compares
 
     def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         self._is_guess = False
-        self.called = hash((self.called, func))
+        self._functions = hash((self._functions, func))
         self._reads.meet(func, args, kwargs)
         array = array_of(func, args[0]) if args and is_placeholder(args[0]) else None
         result = run(func, args, kwargs) if array is None else array
-        self._guesses.note_function(func, result)
-        if not self._is_guess:
+        self._guesses.note_function(func, args, kwargs, result)
+        if self._guesses.picked.counts(func, args):
+            self._reads.read(result)
+        elif not self._is_guess:
             self._reads.note(func, result)
         return result
 
@@ -263,8 +270,9 @@ class Walk(_DryRun):
         call = node.through.trace.calls[self._depth]
         self._node, self._depth = node, self._depth + 1
         if self._reads.collects:
-            stands = standing_of(self._view.module_of(unit), numbers=False)
-            self.called = hash((self.called, unit, stands))
+            module = self._view.module_of(unit)
+            self._functions = hash((self._functions, unit, standing_of(module, numbers=False)))
+            self._standing = hash((self._standing, unit, standing_of(module)))
         specs = call.resized(inputs_of((args, kwargs))) or [self._fit(node.through, s) for s in call.specs]
         tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._view.repeated)

@@ -127,7 +127,7 @@ class MixedSamples:
             self._finder.torn.add(step.name)
         (of_whole,), known = self._finder.called, self._combinations.setdefault(step.name, set())
         others = [number for number, called in enumerate(parts) if called != of_whole]
-        combination = frozenset(parts), of_whole
+        combination = frozenset(one.functions for one in parts), of_whole.functions
         if others and combination not in known:
             known.add(combination)
             step.ways.unlooked = sorted({*step.ways.unlooked, others[0]})
@@ -281,9 +281,13 @@ class MixedSamples:
             batch, left = self._run_whole(step, whole, route, Seen(elsewhere))
             if left and not batch.ended:
                 return None
-            parts = [
-                self._run_part(step, number, sizes, Seen(elsewhere, batch)) for number in range(len(sizes))
-            ]
+            for also in batch.asks()[:-1]:
+                parts = [
+                    self._run_part(step, number, sizes, Seen(elsewhere, batch, also=also))
+                    for number in range(len(sizes))
+                ]
+                if all(part.keys == batch.keys for part in parts):
+                    break
             added = sums_of_parts(batch, parts) if step.trace.tells_numbers or batch.returns_more else ()
             for number, (own, size) in enumerate(zip(parts, sizes, strict=True)):
                 one = Followed(batch, own, Rows(start, size, sum(sizes)), added)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import (
+    NO_CALLS,
+    Calls,
     Liveness,
     Microbatch,
     Partition,
@@ -105,9 +107,9 @@ class RouteFinder:
         self._steps: dict[str, StepRoutes] = {}
         self._generation = 0
         self._flags: tuple[bool, ...] = ()  # that the last look has read
-        self._called = 0  # tells the functions that it has called; 0: no whole look was made
+        self._called = NO_CALLS  # of the last whole look
         self.torn: set[str] = set()
-        self.called: list[int] = []
+        self.called: list[Calls] = []
         self._list_modules()
 
     def _list_modules(self) -> None:
@@ -165,11 +167,11 @@ class RouteFinder:
         keys = [routes.key(microbatch, state) for microbatch in microbatches]
         found: list[Route | None] = [None] * len(microbatches)
         flags: list[tuple[bool, ...]] = [()] * len(microbatches)
-        called = self.called = [0] * len(microbatches)
+        called = self.called = [NO_CALLS] * len(microbatches)
         if routes.base.trace.steered:
             finds = self._by_reads
             for number, key in enumerate(keys):
-                found[number], flags[number], called[number] = routes.by_form.get(key, (None, (), 0))
+                found[number], flags[number], called[number] = routes.by_form.get(key, (None, (), NO_CALLS))
             with self._glancing() if None in found else nullcontext():
                 for number, microbatch in enumerate(microbatches):
                     if found[number] is None:
@@ -179,12 +181,13 @@ class RouteFinder:
                             flags[number], called[number] = self._flags, self._called
         for number, microbatch in enumerate(microbatches):
             if found[number] is None:
-                self._called = 0
+                self._called = NO_CALLS
                 with begun(number):
                     found[number] = finds(routes, keys[number], microbatch, partial(seeds, number))
                     flags[number], called[number] = self._flags, self._called
-                if len(found) > 1 and self._called and self._called not in routes.called:
-                    routes.called.add(self._called)
+                functions = self._called.functions
+                if len(found) > 1 and functions and functions not in routes.called:
+                    routes.called.add(functions)
                     routes.unlooked.append(number)
         if len(set(flags)) > 1:
             self.torn.add(routes.base.trace.step)
@@ -265,7 +268,7 @@ class RouteFinder:
         if (key, ()) in routes.by_reads:
             self._walk(microbatch, seeds, routes, known)
         self._flags = known.flags()
-        self._called = routes.called_by.get((key, tuple(known.values)), 0)
+        self._called = routes.called_by.get((key, tuple(known.values)), NO_CALLS)
         return known.leads_to
 
     def _by_reads(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipeline.model.mixing import Picked
 from lightning_pipeline.model.places import Effect, Memory, Numbers, Owner, Place
 from lightning_pipeline.model.tensors import Tag, TagStore, filled_by, items_of, result_dtypes
 
@@ -186,6 +187,7 @@ class Guesses:
     Attributes:
         asked: Whether code has asked for anything else.
         compares: Whether code has read a number that it may compare with others.
+        picked: Tensors of as many samples as values say.
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class Guesses:
     ) -> None:  # fmt: skip
         self._holds, self._fraction, self._extreme = holds, fraction, extreme
         self._others_left = _MOST_OPPOSITE if opposite or extreme is not None else 0
-        self._guards = TagStore()
+        self._guards, self.picked = TagStore(), Picked(sets=True)
         self._reads, self.asked, self.compares = 0, False, False
 
     @property
@@ -222,8 +224,16 @@ class Guesses:
             for tensor in results:
                 self._guards.replace(tensor, guard)
 
-    def note_function(self, func: Any, result: Any) -> None:
-        """The same for a function that torch puts together of several operations."""
+    def note_function(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """The same for a function that torch puts together of several operations.
+
+        Args:
+            func: It.
+            args: Its arguments.
+            kwargs: Likewise.
+            result: What it has given.
+        """
+        self.picked.note(func, args, kwargs, result)
         if func in _GUARDS and isinstance(result, Tensor):
             self._guards.replace(result, _GUARDS[func])
 

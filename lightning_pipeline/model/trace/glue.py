@@ -383,7 +383,7 @@ class GlueFunctions(TorchFunctionMode):
             if self._glue.draws and observed.inside is None:
                 return self._drawn(func, args, kwargs or {})
             result = func(*args, **(kwargs or {}))
-            self._glue.guesses.note_function(func, result)
+            self._glue.guesses.note_function(func, args, kwargs or {}, result)
             return result
         finally:
             self._glue.draws = False
@@ -392,6 +392,7 @@ class GlueFunctions(TorchFunctionMode):
         """Numbers of the batch, and gradients of weights, may be read."""
         trace = self._observed.trace
         trace.steered |= is_tensor_read(func) and not is_placeholder(args[0])
+        trace.steered |= self._glue.guesses.picked.counts(func, args)
         trace.reads_gradients |= func == _GRADIENT and isinstance(args[0], Parameter)
 
     def _drawn(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -406,7 +407,7 @@ class GlueFunctions(TorchFunctionMode):
         of_samples = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] in self._lengths
         if of_samples and self._seeds.are_other(generator):
             self._observed.trace.seeded_at = user_line(self._observed.root)
-        self._glue.guesses.note_function(func, result)
+        self._glue.guesses.note_function(func, args, kwargs, result)
         return result
 
 
