@@ -27,7 +27,7 @@ from lightning_pipeline.data.loaders import (
     needs_peeking,
     seed_workers_by_replica,
 )
-from lightning_pipeline.data.peekable import Peekable
+from lightning_pipeline.data.peekable import Peekable, Undone
 from lightning_pipeline.ranks import Outlet
 
 
@@ -50,17 +50,21 @@ class Feed:
         self._prepared: list[tuple[Any, Any]] = []
         self._looks = False
 
-    def first(self, loaders: Any) -> tuple[Any] | None:
+    def first(self, loaders: Any, undone: Undone) -> tuple[Any] | None:
         """The first batch of a loader, or of each of a collection, before any loop has them; all ranks call.
 
         Nothing is taken away from the run. With `"auto"` the first call decides whether one rank loads for
         all.
 
+        Args:
+            loaders: A loader, or a collection.
+            undone: Of streams; see `Peekable`.
+
         Returns:
             The batch; `None` where a loader has none.
         """
         leaves, structure = loaders_in(loaders)
-        peekable = tree_unflatten([self._peekable(loader) for loader in leaves], structure)
+        peekable = tree_unflatten([self._peekable(loader, undone) for loader in leaves], structure)
         if not self._may_differ:
             return self._first(peekable)
         self._may_differ = False
@@ -99,13 +103,13 @@ class Feed:
                 torch.empty((), dtype=torch.int64).random_()  # as its iterator does, for the seed of workers
         return random_states()
 
-    def _peekable(self, loader: Any) -> Any:
+    def _peekable(self, loader: Any, undone: Undone) -> Any:
         if not needs_peeking(loader):
             return loader
         known = self._known(loader)
         if known is None:
             seed_workers_by_replica(loader, self._replica)  # they start when it is looked at
-            known = Peekable(loader)
+            known = Peekable(loader, undone)
             self._looked_at.append(known)
         return known
 

@@ -12,6 +12,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.data.draws import random_states, random_states_kept, seeded, set_random_states
 from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.loaders import needs_peeking
+from lightning_pipeline.data.peekable import Undone
 from lightning_pipeline.patching import Undo, all_undone, patch
 
 _EARLY = (
@@ -54,6 +55,7 @@ class EarlyLoaders:
         noting: Looks at what a hook that comes next may read.
         reading: Makes a context in which loaders are read that the run reads again; what that changes in
             their data sets, samplers and functions is taken back.
+        stream: The same for one that may not begin anew; see `Peekable`.
 
     Attributes:
         states: By step, the random states in which its first call begins.
@@ -68,12 +70,13 @@ class EarlyLoaders:
         loops: Mapping[str, Any],
         noting: Callable[[], "CalledEarly"],
         reading: Callable[[list[Any]], AbstractContextManager[None]],
+        stream: Undone,
     ) -> None:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
         self._undo: list[Undo] = []
         self._loops, self._noting, self._called = loops, noting, list[CalledEarly]()
         self._are_noted = True
-        self._reading = reading
+        self._reading, self._stream = reading, stream
         self.states: dict[str, tuple[Any, ...]] = {}
         self._asked: dict[TrainerFn, Any] = {}
 
@@ -229,7 +232,8 @@ class EarlyLoaders:
         with random_states_kept(), torch.no_grad():  # from the states that the loops will find
             wanted = combined.flattened if one_by_one else [combined.iterables]
             with self._reading(again):
-                found = next((one for one in map(self._feed.first, wanted) if one is not None), None)
+                firsts = (self._feed.first(one, self._stream) for one in wanted)
+                found = next((one for one in firsts if one is not None), None)
             self.states[step] = self._feed.states_behind(wanted)
         if found is None:
             return None

@@ -1,6 +1,7 @@
 """The first item of an iterable, looked at before a run iterates it."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from lightning_pipeline.data.draws import (
 )
 from lightning_pipeline.data.fingerprint import fingerprint
 
+Undone = Callable[[Any], AbstractContextManager[Callable[[], bool]]]
+"""Makes a context in which a loader is read. What that changes in its data, and in what these draw from, is
+put back at the end, where all of it is known: so the context tells when it is asked."""
 _MOST_LOOKED_AT = 100
 _READ_BEFORE = (
     "a hook has set {} of a data set that is a stream, of which PipelineStrategy has read the first batch "
@@ -143,20 +147,30 @@ class _Ahead(NamedTuple):
     looked: _Attributes
 
 
+def _drawn_from(ahead: _Ahead) -> None:
+    ahead.before.draw()
+
+
+def _nothing_undone() -> AbstractContextManager[Callable[[], bool]]:
+    return nullcontext(lambda: False)
+
+
 class Peekable:
     """An iterable whose first item can be looked at before it is iterated, without losing it.
 
     One that begins anew whenever it is iterated, as where its order is drawn then, is as it was after the
     look: the run iterates it as ever. That it does so shows by the same first item when it is asked twice. Of
     others this object gives the items that were taken, and what comes behind them. Where one has drawn for
-    its first item, and the run iterates it from other random states, it is asked twice as well.
+    its first item, and the run iterates it from other random states, it is asked twice as well. So is one
+    that may change what it comes from, such as experiences that a module has played.
 
     Args:
         loader: Any iterable; one-shot iterators too. Other attributes are the loader's own.
+        undone: Puts back what reading it changes.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, undone: Undone) -> None:
+        self.loader, self._undone = loader, undone
         self.keeps = True
         """Whether the run must iterate this object for the loader, for it holds items of it."""
         self._first: tuple[Any] | None = None
@@ -177,10 +191,13 @@ class Peekable:
     def _look(self) -> Any:
         loader = self.loader
         start, attributes = _Moment.of(loader), _Attributes(loader)
-        items = iter(loader)
-        begun = _Moment.of(loader)
-        seen = something_of(partial(next, items) for _ in repeat(None))
-        taken = _Moment.of(loader)
+        with self._undoing() as can_be_undone:
+            may_be = can_be_undone()
+            items = iter(loader)
+            begun = _Moment.of(loader)
+            seen = something_of(partial(next, items) for _ in repeat(None))
+            taken = _Moment.of(loader)
+            is_undone = may_be and can_be_undone()
         drew = items is not loader and taken.drew_since(begun)
         # A DataLoader always draws a seed for its workers when it is iterated.
         begins_anew = not isinstance(loader, DataLoader) and (
@@ -190,25 +207,40 @@ class Peekable:
         _draw_seed(loader)
         at_once = _has_workers(loader) or (begun.drew_since(_Moment.of(loader)) and not begins_anew)
         ahead = _Ahead(seen, items, start, begun, taken, at_once, drew, attributes, _Attributes(loader))
-        self._ahead = self._repeated(ahead) if begins_anew else ahead
+        self._ahead = ahead
+        if is_undone or begins_anew:
+            self._ahead = self._repeated(ahead, is_undone=is_undone)
         self.keeps = self._ahead is not None
         self.behind = taken.states
         start.draw()
         return seen[-1]
 
-    def _repeated(self, ahead: _Ahead) -> _Ahead | None:
+    def _undoing(self) -> AbstractContextManager[Callable[[], bool]]:
+        """What reading changes is put back, where this process reads and there is an iterator apart."""
+        stays = _has_workers(self.loader) or isinstance(self.loader, Iterator)
+        return _nothing_undone() if stays else self._undone(self.loader)
+
+    def _repeated(self, ahead: _Ahead, *, is_undone: bool = False) -> _Ahead | None:
         """Look again, from where the first look began.
+
+        Args:
+            ahead: What was taken.
+            is_undone: Whether what this has changed is put back already, beside random states.
 
         Returns:
             What came both times; `None` where it was the same, and all is as it was before.
         """
-        self._back(ahead)
-        items = iter(self.loader)
-        second = _at_most(len(ahead.items), items)
+        back, undoing = self._back, _nothing_undone
+        if is_undone:
+            back, undoing = _drawn_from, self._undoing
+        back(ahead)
+        with undoing():
+            items = iter(self.loader)
+            second = _at_most(len(ahead.items), items)
+            now = _Moment.of(self.loader)
         if [fingerprint(one) for one in second] == [fingerprint(one) for one in ahead.items]:
-            self._back(ahead)
+            back(ahead)
             return None
-        now = _Moment.of(self.loader)
         return ahead._replace(
             items=[*ahead.items, *second], rest=items, begun=now, after=now, at_once=False, drew=False,
             looked=_Attributes(self.loader),

@@ -45,6 +45,7 @@ from lightning_pipeline.run.setup import (
     runs_whole,
     seed_of_run,
     steered,
+    stream_undone,
     summarize_before_split,
 )
 from lightning_pipeline.run.stages import Stages
@@ -139,7 +140,7 @@ class Splitting:
         together = self._keep_together()
         early = EarlyLoaders(
             trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer), run.loops,
-            partial(LoaderHook, trainer), loaders_undone,
+            partial(LoaderHook, trainer), loaders_undone, stream_undone,
         )  # fmt: skip
         run.at_end(early.restore)
         first = early.first_arguments()

@@ -265,6 +265,20 @@ class Once(Scaled):
         return ((self.scale * x, y) for x, y in self.left)
 
 
+class Queued(Scaled):
+    """As another thread or process may fill it."""
+
+    def __init__(self) -> None:
+        self.left: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for item in loader(12).dataset:
+            self.left.put(item)
+
+    def __iter__(self) -> Any:
+        while not self.left.empty():
+            x, y = self.left.get()
+            yield self.scale * x, y
+
+
 class Sets(Regression):
     def __init__(self, data: Any, workers: int) -> None:
         super().__init__()
@@ -284,6 +298,15 @@ class Sets(Regression):
         return DataLoader(self.data, batch_size=4, num_workers=self.workers, persistent_workers=keeps)
 
 
+def test_a_stream_of_an_iterator_is_as_hooks_have_set_it() -> None:
+    found = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        module = Sets(Once(), 0)
+        trainer(pipeline, max_epochs=1).fit(module)
+        found.append((torch.cat(module.seen), weights(module)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("workers", [1, 0])
 def test_a_stream_is_as_hooks_have_set_it(workers: int) -> None:
     found = []
@@ -296,7 +319,7 @@ def test_a_stream_is_as_hooks_have_set_it(workers: int) -> None:
 
 
 def test_a_stream_that_is_read_once_says_that_its_first_batch_is_as_it_was() -> None:
-    module = Sets(Once(), 0)
+    module = Sets(Queued(), 0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer({"stages": 1, "num_microbatches": 2}, max_epochs=1).fit(module)

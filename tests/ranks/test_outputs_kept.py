@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
@@ -193,6 +194,35 @@ def fit_reading_at_once(pipeline: dict[str, Any] | None) -> Any:
 def test_lists_in_dictionaries_are_on_all_ranks_after_each_batch(ranks: Ranks, stages: int) -> None:
     expected = fit_reading_at_once(None)
     for found in ranks(stages)(fit_reading_at_once, {"stages": stages, "num_microbatches": 2}):
+        numpy.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+class Table(Regression):
+    """A loss for each sample, written one by one into an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = numpy.ones(22)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, places = batch
+        errors = (self.net(x) - y).abs().mean(1)
+        for place, error in zip(places, errors, strict=True):
+            self.table[place] = error.item()
+        return errors.mean()
+
+
+def fit_table(pipeline: dict[str, Any] | None) -> Any:
+    module, data = Table(), loader().dataset
+    assert isinstance(data, TensorDataset)
+    trainer(pipeline).fit(module, DataLoader(TensorDataset(*data.tensors, torch.arange(22)), batch_size=8))
+    return module.table
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_array_that_is_written_sample_by_sample_is_one_devices(ranks: Ranks, stages: int) -> None:
+    expected = fit_table(None)
+    for found in ranks(stages)(fit_table, {"stages": stages, "num_microbatches": 2}):
         numpy.testing.assert_allclose(found, expected, rtol=1e-10)
 
 

@@ -62,7 +62,7 @@ class Reads:
         self.values: list[Any] = []
         self.changes: Callable[[], bool] = lambda: False
         self.on_call: Callable[[], None] = lambda: None
-        self.changed = False
+        self.changed = self._is_done = False
         self.tell_all, self.by_form = True, True
         self.failed: Route | None = None
         self.leads_to: Route | None = None
@@ -115,7 +115,9 @@ class Reads:
         Raises:
             StageDone: As by `note`.
         """
-        self.tell_all &= isinstance(result, _NUMBERS)
+        if self._is_done:  # numpy asks for an index, and then for an array
+            raise StageDone
+        self.tell_all &= isinstance(result, (*_NUMBERS, torch.Size))
         self.values.append(result)
         self.changed = self.changed or self.changes()
         self._look_up()
@@ -123,7 +125,8 @@ class Reads:
     def _look_up(self) -> None:
         if self._known is None:
             return
-        found = (self._key, tuple(self.values))
-        self.leads_to = self._known.get(found)
+        found = (self._key, tuple(self.values)) if self.tell_all else None
+        self.leads_to = None if found is None else self._known.get(found)
         if self.leads_to is not None or found not in self._known:
+            self._is_done = True
             raise StageDone

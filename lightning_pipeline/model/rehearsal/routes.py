@@ -268,7 +268,9 @@ class RouteFinder:
         if (key, ()) in routes.by_reads:
             self._walk(microbatch, seeds, routes, known)
         self._flags = known.flags()
-        self._called = routes.called_by.get((key, tuple(known.values)), NO_CALLS)
+        self._called = NO_CALLS
+        if known.leads_to is not None:
+            self._called = routes.called_by.get((key, tuple(known.values)), NO_CALLS)
         return known.leads_to
 
     def _by_reads(

@@ -13,6 +13,7 @@ from lightning_pipeline.run.setup.trainer import (
     loaders_undone,
     loggers_set_aside,
     seed_of_run,
+    stream_undone,
 )
 from lightning_pipeline.run.setup.whole import (
     equal_buffers,
@@ -53,6 +54,7 @@ __all__ = [
     "seed_of_run",
     "start_equal",
     "steered",
+    "stream_undone",
     "summarize_before_split",
     "too_small",
 ]

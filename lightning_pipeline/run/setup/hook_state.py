@@ -40,6 +40,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _ALIVE = frozenset(
     {"asyncio", "concurrent", "io", "logging", "multiprocessing", "queue", "threading", "weakref"}
 )
+_STILL = frozenset({"torch", "lightning", "lightning_pipeline"})
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _DEEP, _MOST, _LONG = 8, 20_000, 1000  # levels and objects that are looked into, and the longest container
 _SMALL = 1 << 16  # elements of a tensor
@@ -69,6 +70,7 @@ class HookState:
         self._large: list[tuple[ndarray[Any, Any], int]] = []
         self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._of_data, self._left, self._bytes = of_data, _MOST, _MOST_BYTES
+        self._whole = True
         self._seen = set() if of_data else {id(owner) for owner in owners}
         for owner in owners:
             if of_data:
@@ -77,6 +79,11 @@ class HookState:
             for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
                 self._seen.add(id(part))
                 self._look_into(vars(part), _DEEP)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything was looked into that may change, and no object of a library is among it."""
+        return self._whole and self._left > 0 and self.can_be_restored
 
     @property
     def can_be_restored(self) -> bool:
@@ -114,13 +121,19 @@ class HookState:
         if len(held) > _LONG:
             return
         for key, value in list(items_of(held)):
-            if key not in _OF_ALL_MODULES:
+            if key in _OF_ALL_MODULES:
+                continue
+            if isinstance(held, dict | list) and _is_iterator(value):
+                self._whole = self._whole and type(value) in _ALONE  # others may draw where they go on
+                held[key] = self._standing_for(held, key, value)
+            else:
                 self._look_at(value, depth - 1)
-                if isinstance(held, dict | list) and _is_iterator(value):
-                    held[key] = self._standing_for(held, key, value)
 
     def _look_at(self, value: Any, depth: int) -> None:
-        if type(value) in _PLAIN or id(value) in self._seen or not depth or not self._left:
+        if type(value) in _PLAIN or id(value) in self._seen:
+            return
+        if not depth or not self._left:
+            self._whole = False
             return
         self._seen.add(id(value))
         self._left -= 1
@@ -137,10 +150,12 @@ class HookState:
         elif not isinstance(value, Dataset | Callback) and (held := filled_by(value)) is not None:
             self._look_into(held, depth)
         elif self._of_data:
+            self._whole = self._whole and _stands_still(value)
             self._look_for_generators(value, depth)
 
     def _look_at_module(self, value: nn.Module, depth: int) -> None:
         if self._of_data and isinstance(value, LightningModule):
+            self._look_into(vars(value), depth)
             return
         self._modules.append(ModuleState(value))
         for part in value.modules():
@@ -160,6 +175,7 @@ class HookState:
         elif isinstance(value, Dataset | Sampler):
             self._look_into(vars(value), depth)
             self._look_at_file(type(value).__module__)
+            behind = _closed_over_by(type(value))
         else:
             self._look_at_file(type(value).__module__)
             return isinstance(value, Trainer | ModuleType | type)
@@ -215,6 +231,20 @@ class HookState:
         is_plain = is_here and tensor.layout is torch.strided and tensor.numel() <= _SMALL
         if is_plain and self._fits(tensor.numel() * tensor.element_size()):
             self._tensors.append((tensor, tensor.detach().clone(), version_of(tensor)))
+
+
+def _closed_over_by(kind: type) -> list[Any]:
+    """What methods of a class that stands in a function have of that, as of a module whose method that is."""
+    own = [one for one in kind.__mro__ if "<locals>" in one.__qualname__]
+    methods = [value for one in own for value in vars(one).values() if isinstance(value, FunctionType)]
+    return [value for method in methods for value in closed_over(method)]
+
+
+def _stands_still(value: Any) -> bool:
+    """Whether an object of a library holds nothing and gives nothing: no file, no cursor, no environment."""
+    library = type(value).__module__.partition(".")[0].strip("_")
+    moves = any(hasattr(value, name) for name in ("__next__", "read", "recv")) or library in _ALIVE
+    return not moves and (library in _STILL or not hasattr(value, "__dict__"))
 
 
 def _is_iterator(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """What the first batches may touch of a Trainer and its module, and is put back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
@@ -100,11 +100,18 @@ class LoaderHook:
         self._progress = self._trainer.current_epoch, self._trainer.global_step
 
     def take_back(self) -> None:
-        """Forget what it has noted itself, and what it has drawn."""
+        """Forget what it has noted itself, and what it has drawn.
+
+        What a stream has drawn since, of which the run is given what was read of it, is drawn.
+        """
         for place, before, _ in self._noted:
             before.give_back(place)
-        for generator, state in self._generators:
-            set_state(generator, state)
+        for number, (generator, state) in enumerate(self._generators):
+            now = state_of(generator)
+            if now == self._drawn[number]:
+                set_state(generator, state)
+            else:
+                self._generators[number], self._drawn[number] = (generator, now), now
         self._around.look()
 
     def note(self) -> None:
@@ -139,8 +146,12 @@ def loaders_undone(loaders: Sequence[Any]) -> Iterator[None]:
     """Inside, what reading loaders changes in data sets, samplers and what collates is forgotten at the end.
 
     Args:
-        loaders: That are read again by the run.
+        loaders: That are read again by the run. Where there are none, nothing is forgotten: of a stream the
+            run is given what was read of it, and what comes then.
     """
+    if not loaders:
+        yield
+        return
     parts = [part for loader in loaders for part in loader_parts(loader)]
     state, writes = HookState(*parts, of_data=True), WritesUndone()
     try:
@@ -148,6 +159,32 @@ def loaders_undone(loaders: Sequence[Any]) -> Iterator[None]:
             yield
     finally:
         if state.can_be_restored:
+            writes.restore()
+            state.restore()
+        else:
+            state.leave()
+
+
+@contextmanager
+def stream_undone(loader: Any) -> Iterator[Callable[[], bool]]:
+    """Inside, a stream is read that may begin anew: what that changes is put back at the end.
+
+    Args:
+        loader: Of the stream.
+
+    Yields:
+        Tells whether all that reading may have changed can be put back. Where it cannot, all is left.
+    """
+    state, writes = HookState(*(loader_parts(loader) or [loader]), of_data=True), WritesUndone()
+    if not state.is_whole:
+        state.restore()  # the iterators that it has put copies of in their places
+        yield lambda: False
+        return
+    try:
+        with writes:
+            yield lambda: state.is_whole
+    finally:
+        if state.is_whole:
             writes.restore()
             state.restore()
         else:
