@@ -176,7 +176,8 @@ def stream_undone(loader: Any) -> Iterator[Callable[[], bool]]:
         Tells whether all that reading may have changed can be put back. Where it cannot, all is left.
     """
     state, writes = HookState(*(loader_parts(loader) or [loader]), of_data=True), WritesUndone()
-    if not state.is_whole:
+    expects = state.is_whole
+    if not expects:
         state.restore()  # the iterators that it has put copies of in their places
         yield lambda: False
         return
