@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,57 @@ def test_a_resume_gives_weights_that_a_hook_keeps_their_momentum(ranks: Ranks, t
     expected = resumed(None, str(tmp_path / "one"))
     for found in ranks(2)(resumed, TWO, str(tmp_path / "two")):
         assert_same(found, expected)
+
+
+class Hardest(Regression):
+    """A hook keeps the samples with the largest errors, which the next step takes again."""
+
+    hard: tuple[Tensor, Tensor] | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        errors = (self.net(x) - y).abs().mean(1)
+        loss = errors.mean()
+        if self.hard is not None:
+            loss = loss + 0.5 * (self.net(self.hard[0]) - self.hard[1]).abs().mean()
+        self.log("loss", loss)
+        return {"loss": loss, "errors": errors.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        places = outputs["errors"].topk(2).indices
+        self.hard = batch[0][places], batch[1][places]
+
+
+class Hard(Hardest):
+    """As two attributes, which were None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.hard = None if self.x is None else (self.x, self.y)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert self.hard is not None
+        self.x, self.y = self.hard
+
+
+def fit_hard(pipeline: dict[str, Any] | None, *, kind: str) -> Any:
+    module, run = globals()[kind](), trainer(pipeline)
+    run.fit(module, loader())
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_takes_what_a_hook_has_set_in_the_place_of_nothing(ranks: Ranks, stages: int) -> None:
+    for kind in ("Hardest", "Hard"):
+        expected = fit_hard(None, kind=kind)
+        pipeline = {"stages": stages, "num_microbatches": 2}
+        found = ranks(stages)(partial(fit_hard, kind=kind), pipeline)
+        assert_same(found[0], expected)
 
 
 class Misspelled(Regression):

@@ -25,6 +25,7 @@ _MOST_OPPOSITE, _OTHERWISE_EACH, _ENDLESS = 20, 100, 20_000
 _MUCH = 1e4  # more than most numbers that losses are compared with, and no long loop where code counts to it
 _aten = torch.ops.aten
 _PLAIN = frozenset({bool, int, str})
+_CHOSEN_BY = _PLAIN | {type(None)}
 _SIZED = frozenset({list, dict, set, deque})
 _SHORT = 32  # up to here each length is a state of its own
 _STATED = frozenset({*_PLAIN, float, complex, bytes, type(None)})
@@ -78,10 +79,10 @@ def _add_plain(value: Any, found: list[Hashable]) -> None:
 
 
 def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tuple[int, Any]]) -> Hashable:
-    """Flags, whole numbers, strings and lengths that code between units may choose by, epoch and what runs.
+    """Flags, whole numbers, strings, lengths and what is None: code between units may choose by these.
 
-    Validation before training (the Trainer's sanity check) and within it are two things that may run. Left
-    out is what `updates_of_metrics` has.
+    Beside them stand the epoch and what runs. Validation before training (the Trainer's sanity check) and
+    within it are two things that may run. Left out is what `updates_of_metrics` has.
 
     Args:
         root: The LightningModule.
@@ -92,9 +93,10 @@ def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tup
     found: list[Hashable] = [getattr(root, "current_epoch", 0), getattr(running, "stage", None)]
     for module in modules:
         held = vars(module)
-        plain = [pair for pair in held.items() if type(pair[1]) in _PLAIN]
+        plain = [pair for pair in held.items() if type(pair[1]) in _CHOSEN_BY]
         own, but = id(held), _UPDATES if isinstance(module, Metric) else None
         found += [pair for pair in plain if pair[0] != but and (own, pair[0]) not in left_out]
+    found.append(len(vars(root)))  # one may stand before what is None in the class
     sized = [(name, len(value)) for name, value in vars(root).items() if type(value) in _SIZED]
     found += [  # of a long one the binary digits, for it may grow for ever
         (name, length if length <= _SHORT else _SHORT + length.bit_length())
