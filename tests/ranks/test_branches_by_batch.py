@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.branch_programs import outcome_of, random_branches
 from tests.pool import Pool
 from tests.ranks.lightning_cases import assert_same, trainer, weights
 from tests.ranks.wrong_cases import WIDTH, Layer
@@ -165,3 +166,10 @@ def test_branches_that_are_not_followed_are_warned_of(decides: str) -> None:
 def test_branches_by_an_array_or_a_list_are_warned_of(decides: str, by: str) -> None:
     with pytest.warns(UserWarning, match="mixes samples of the batch"):
         fit_branches({"stages": 1, "num_microbatches": 2}, decides, "nothing", by=by)
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind"), [(2005, "equal"), (2036, "equal"), (100, "equal"), (49, "warned"), (1055, "refused")]
+)
+def test_random_branches_that_were_wrong_or_ended_in_an_error(seed: int, kind: str) -> None:
+    assert outcome_of(random_branches(seed), None).partition(":")[0] == kind

@@ -58,7 +58,8 @@ class Gathered:
         fills: bool = False,
     ) -> None:
         self._copied, self._fills = copied, fills
-        self.keys: Collection[ValueKey] = values_at_end(trace)
+        known = values_at_end(trace)  # of other batches, too, in which it may call more
+        self.keys: Collection[ValueKey] = frozenset(key for key in known if key[:2] in outputs)
         self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
         self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
         self._described: dict[int, Mapping[tuple[int, int], Structure]] = {}
