@@ -1,147 +1,16 @@
 """Streams that draw from what the module holds give one device's batches: experiences that an agent plays."""
 
-import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
-import numpy
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.agents import KINDS, Agent
 from tests.pool import Pool
+from tests.random_streams import drawn, run
 from tests.ranks.lightning_cases import assert_same, trainer, weights
-from tests.ranks.wrong_cases import WIDTH, Layer
 
 Ranks = Callable[[int], Pool]
-Drawn = tuple[Tensor, Tensor]
-
-
-class Experiences(IterableDataset[Drawn]):
-    """Of a function that plays them."""
-
-    def __init__(self, play: Callable[[], Iterable[Drawn]]) -> None:
-        self._play = play
-
-    def __iter__(self) -> Iterator[Drawn]:
-        return iter(self._play())
-
-
-class Drawing(Dataset[Drawn]):
-    """As many as it is asked for, each drawn when it is."""
-
-    def __init__(self, draw: Callable[[], Drawn]) -> None:
-        self._draw = draw
-
-    def __len__(self) -> int:
-        return 22
-
-    def __getitem__(self, index: int) -> Drawn:
-        return self._draw()
-
-
-class World:
-    """What an agent plays in."""
-
-    def __init__(self) -> None:
-        self.rng = numpy.random.RandomState(3)
-
-
-def by_place(number: float) -> Drawn:
-    waves = torch.cos(torch.arange(WIDTH, dtype=torch.float64) * number)
-    return waves, waves.flip(0)
-
-
-class Agent(pl.LightningModule):
-    """Plays, and learns from what it has played."""
-
-    def __init__(self, kind: str, hook: str = "", *, mapped: bool = False, validates: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.kind, self.hook, self.mapped, self.validates = kind, hook, mapped, validates
-        self.layers = nn.Sequential(*(Layer() for _ in range(4))).double()
-        self.numpy, self.python = numpy.random.default_rng(3), random.Random(3)
-        self.torch, self.world = torch.Generator().manual_seed(3), World()
-        self.list, self.count, self.buffered = list[int](), 0, deque[Drawn](maxlen=40)
-        self.tensor, self.array = torch.zeros(2, dtype=torch.float64), numpy.zeros(2)
-        self.seen = list[float]()
-
-    def number(self) -> float:
-        """Goes by what was drawn before."""
-        if self.kind == "tensor":
-            self.tensor.mul_(0.9).add_(torch.arange(2.0))
-        elif self.kind == "array":
-            self.array += 1
-        elif self.kind == "list":
-            self.list.append(len(self.list))
-        elif self.kind == "count":
-            self.count += 1
-        found: dict[str, Callable[[], float]] = {
-            "numpy": lambda: float(self.numpy.standard_normal()),
-            "python": self.python.random,
-            "torch": lambda: float(torch.randn((), generator=self.torch)),
-            "world": lambda: float(self.world.rng.randn()),
-            "tensor": lambda: float(self.tensor.sum()),
-            "array": lambda: float(self.array.sum()),
-            "list": lambda: float(sum(self.list[-3:])),
-            "count": lambda: float(self.count),
-        }
-        return found.get(self.kind, lambda: float(self.world.rng.randint(9)))()
-
-    def draw(self) -> Drawn:
-        """An experience."""
-        if self.kind == "buffer":
-            return self.buffered[int(self.world.rng.randint(len(self.buffered)))]
-        return by_place(self.number())
-
-    def play(self, times: int) -> None:
-        """Fill the buffer."""
-        self.buffered.extend(by_place(float(self.world.rng.randn())) for _ in range(times))
-
-    def experiences(self) -> Iterator[Drawn]:
-        """Of an epoch."""
-        if self.kind == "buffer" and not self.buffered:
-            self.play(8)
-        for _ in range(22):
-            yield self.draw()
-
-    def on_fit_start(self) -> None:
-        if self.hook == "fit start":
-            self.seen.append(self.number())
-            self.play(20)
-
-    def on_train_epoch_start(self) -> None:
-        if self.hook == "epoch start":
-            self.seen.append(self.number())
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.hook == "batch start":
-            self.play(3)
-
-    def data(self) -> DataLoader[Any]:
-        return DataLoader(Drawing(self.draw) if self.mapped else Experiences(self.experiences), batch_size=8)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return self.data()
-
-    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        return self.data() if self.validates else []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self.layers(batch[0]), batch[1])
-        self.log("loss", loss)
-        self.log("sum", batch[0].sum())
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", F.mse_loss(self.layers(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def learnt(pipeline: dict[str, Any] | None, options: dict[str, Any]) -> Any:
@@ -151,7 +20,6 @@ def learnt(pipeline: dict[str, Any] | None, options: dict[str, Any]) -> Any:
     return weights(module), logs | {f"seen {n}": one for n, one in enumerate(module.seen)}
 
 
-KINDS = ["numpy", "python", "torch", "world", "tensor", "array", "list", "count"]
 HOOKED = [
     {"kind": "numpy", "hook": "fit start"},
     {"kind": "list", "hook": "fit start"},
@@ -181,3 +49,12 @@ def test_every_stage_has_what_a_stream_draws_from_its_module(ranks: Ranks) -> No
         last, first = ranks(2)(learnt, {"stages": 2, "num_microbatches": 2}, options)
         assert_same(last, expected)
         assert_same((first[0], {}), (expected[0], {}))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_agents_learn_what_they_learn_on_one_device(seed: int) -> None:
+    expected = run(drawn(seed), None)
+    assert not isinstance(expected, str), expected
+    found = run(drawn(seed), {"stages": 1, "num_microbatches": 2})
+    assert not isinstance(found, str), found
+    assert_same(found, expected)

@@ -374,6 +374,11 @@ class Replayed:
     def __class__(self) -> Any:  # `isinstance` finds the user's class
         return type(self.source) if "source" in vars(self) else Replayed
 
+    @property
+    def has_given(self) -> bool:
+        """Whether something was taken."""
+        return bool(self._given)
+
     def forget(self) -> None:
         """What has been taken will not be asked for again."""
         del self._given[: self.at]

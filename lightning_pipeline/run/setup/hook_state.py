@@ -83,7 +83,8 @@ class HookState:
     @property
     def is_whole(self) -> bool:
         """Whether everything was looked into that may change, and no object of a library is among it."""
-        return self._whole and self._left > 0 and self.can_be_restored
+        draws = any(iterator.has_given for *_, iterator in self._iterators)  # or may, where it goes on
+        return self._whole and self._left > 0 and not draws and self.can_be_restored
 
     @property
     def can_be_restored(self) -> bool:
@@ -124,7 +125,6 @@ class HookState:
             if key in _OF_ALL_MODULES:
                 continue
             if isinstance(held, dict | list) and _is_iterator(value):
-                self._whole = self._whole and type(value) in _ALONE  # others may draw where they go on
                 held[key] = self._standing_for(held, key, value)
             else:
                 self._look_at(value, depth - 1)

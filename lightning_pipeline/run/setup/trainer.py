@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
 from lightning_pipeline import _lightning
+from lightning_pipeline._torch import disable_current_modes
 from lightning_pipeline.data import loader_parts, set_state, state_of
 from lightning_pipeline.hooks import objects_beside
 from lightning_pipeline.model.places import MISSING, Kept, Numbers, Owner, Place, Surroundings
@@ -176,11 +177,15 @@ def stream_undone(loader: Any) -> Iterator[Callable[[], bool]]:
         Tells whether all that reading may have changed can be put back. Where it cannot, all is left.
     """
     state, writes = HookState(*(loader_parts(loader) or [loader]), of_data=True), WritesUndone()
-    expects = state.is_whole
-    if not expects:
-        state.restore()  # the iterators that it has put copies of in their places
-        yield lambda: False
-        return
+    with disable_current_modes():  # which would put back what this leaves, and what it has put back
+        if not state.is_whole:
+            state.restore()  # the iterators that it has put copies of in their places
+            yield lambda: False
+            return
+        yield from _restoring(state, writes)
+
+
+def _restoring(state: HookState, writes: WritesUndone) -> Iterator[Callable[[], bool]]:
     try:
         with writes:
             yield lambda: state.is_whole
