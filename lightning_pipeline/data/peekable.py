@@ -24,7 +24,7 @@ from lightning_pipeline.data.fingerprint import fingerprint
 
 Undone = Callable[[Any], AbstractContextManager[Callable[[], bool]]]
 """Makes a context in which a loader is read. What that changes in its data, and in what these draw from, is
-put back at the end, where all of it is known: so the context tells when it is asked."""
+put back at its end where all of it is known; the context gives a function that tells whether it is."""
 _MOST_LOOKED_AT = 100
 _READ_BEFORE = (
     "a hook has set {} of a data set that is a stream, of which PipelineStrategy has read the first batch "
@@ -192,12 +192,11 @@ class Peekable:
         loader = self.loader
         start, attributes = _Moment.of(loader), _Attributes(loader)
         with self._undoing() as can_be_undone:
-            may_be = can_be_undone()
             items = iter(loader)
             begun = _Moment.of(loader)
             seen = something_of(partial(next, items) for _ in repeat(None))
             taken = _Moment.of(loader)
-            is_undone = may_be and can_be_undone()
+            is_undone = can_be_undone()
         drew = items is not loader and taken.drew_since(begun)
         # A DataLoader always draws a seed for its workers when it is iterated.
         begins_anew = not isinstance(loader, DataLoader) and (

@@ -235,8 +235,8 @@ class HookState:
 
 def _closed_over_by(kind: type) -> list[Any]:
     """What methods of a class that stands in a function have of that, as of a module whose method that is."""
-    own = [one for one in kind.__mro__ if "<locals>" in one.__qualname__]
-    methods = [value for one in own for value in vars(one).values() if isinstance(value, FunctionType)]
+    own = [value for one in kind.__mro__ for value in vars(one).values()]
+    methods = [value for value in own if isinstance(value, FunctionType)]
     return [value for method in methods for value in closed_over(method)]
 
 

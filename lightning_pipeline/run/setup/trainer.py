@@ -154,16 +154,9 @@ def loaders_undone(loaders: Sequence[Any]) -> Iterator[None]:
         yield
         return
     parts = [part for loader in loaders for part in loader_parts(loader)]
-    state, writes = HookState(*parts, of_data=True), WritesUndone()
-    try:
-        with writes:
-            yield
-    finally:
-        if state.can_be_restored:
-            writes.restore()
-            state.restore()
-        else:
-            state.leave()
+    state = HookState(*parts, of_data=True)
+    with _restored(state, lambda: state.can_be_restored):
+        yield
 
 
 @contextmanager
@@ -176,21 +169,24 @@ def stream_undone(loader: Any) -> Iterator[Callable[[], bool]]:
     Yields:
         Tells whether all that reading may have changed can be put back. Where it cannot, all is left.
     """
-    state, writes = HookState(*(loader_parts(loader) or [loader]), of_data=True), WritesUndone()
+    state = HookState(*(loader_parts(loader) or [loader]), of_data=True)
     with disable_current_modes():  # which would put back what this leaves, and what it has put back
         if not state.is_whole:
             state.restore()  # the iterators that it has put copies of in their places
             yield lambda: False
             return
-        yield from _restoring(state, writes)
+        with _restored(state, lambda: state.is_whole):
+            yield lambda: state.is_whole
 
 
-def _restoring(state: HookState, writes: WritesUndone) -> Iterator[Callable[[], bool]]:
+@contextmanager
+def _restored(state: HookState, can_be: Callable[[], bool]) -> Iterator[None]:
+    writes = WritesUndone()
     try:
         with writes:
-            yield lambda: state.is_whole
+            yield
     finally:
-        if state.is_whole:
+        if can_be():
             writes.restore()
             state.restore()
         else:
