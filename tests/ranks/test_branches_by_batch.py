@@ -88,8 +88,10 @@ class Branches(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        chosen = BY[self.by](x)
+        chosen = self.by in BY and BY[self.by](x)
         h = self.layers[0](x)
+        if self.by == "hidden rows":
+            chosen = len(h[x[:, 0] > 0]) > 3
         self.keep(h.detach())
         self.stand(chosen=chosen)
         h = self.second(h, chosen=chosen)
@@ -147,7 +149,7 @@ def test_branches_are_those_of_one_device_on_several_ranks(ranks: Ranks, schedul
     assert_same(first, (expected[0], {name: expected[1][name] for name in first[1]}))
 
 
-@pytest.mark.parametrize("by", ["places", "rows", "picked later", "elements", "repeated"])
+@pytest.mark.parametrize("by", ["places", "rows", "picked later", "elements", "repeated", "hidden rows"])
 @pytest.mark.parametrize("decides", ["detach", "frozen", "scale"])
 def test_branches_by_how_many_a_mask_picks_are_those_of_one_device(decides: str, by: str) -> None:
     pipeline = {"stages": 1, "num_microbatches": 2}

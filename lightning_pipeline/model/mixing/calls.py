@@ -203,7 +203,7 @@ class Seen(Functions):
                 opaque = True  # another tensor is written, too
         elif not opaque:
             self._note_memory(args, result)
-        opaque = opaque or of_units
+        opaque = (opaque or of_units) and not counts  # how many there are is a number of the batch
         kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
         written = None if target is None or opaque else target.detach().clone()
         is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
