@@ -31,7 +31,10 @@ def draw_chain(draw: random.Random) -> tuple[dict[str, Any], list[dict[str, Any]
     common = {
         "microbatches": 1 if with_one else 4, "dropout": 0.0 if with_one else draw.choice((0.0, 0.2)),
         "accumulate": accumulate, "workers": draw.random() < 0.3,
+        "interval": draw.choice((2, 3, 1.0)), "every": draw.choice((1, 1, 2, 3, None)),
     }  # fmt: skip
+    if common["every"] is None and isinstance(common["interval"], float):
+        common["interval"] = 3  # batches of all epochs
     stops = [*sorted(draw.sample(range(1, last), draw.randrange(2, 5))), last]
     links = []
     for _ in stops:

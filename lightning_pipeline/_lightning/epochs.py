@@ -32,11 +32,14 @@ __all__ = [
     "at_first_batch",
     "batches_of_epoch",
     "current_hook",
+    "ended_with_a_batch",
     "fetches_ahead",
+    "hold_passing",
     "hold_schedulers",
     "is_last_batch",
     "is_of_a_search",
     "loaders_behind",
+    "pass_validation",
     "progress_of",
     "progress_shown",
     "restore",
@@ -44,6 +47,7 @@ __all__ = [
     "show_loaders",
     "silence_unresumable_loaders",
     "validate_by_the_clock_of",
+    "validates_next",
     "with_state",
 ]
 
@@ -61,6 +65,31 @@ def after_epoch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None
         call()
 
     return patch(loop, "on_advance_end", on_advance_end)
+
+
+def validates_next(trainer: Trainer) -> bool:
+    """Whether the loop of training turns to a validation after the batch that it ends now. Since 1.5."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    return fetcher is not None and loop._should_check_val_fx(fetcher)
+
+
+def hold_passing(trainer: Trainer) -> Undo:
+    """Lightning passes over no validation of a resumed epoch until this is undone. Since 2.6.
+
+    It passes over that at the end of an epoch which was resumed with no batch left, but asks whether one
+    stands there by the number of the epoch that comes.
+    """
+    return patch(trainer.fit_loop.epoch_loop.val_loop, "increment_progress_to_evaluation_end", lambda: None)
+
+
+def pass_validation(trainer: Trainer) -> None:
+    """Pass over a validation, whose loaders are iterated. Since 2.6."""
+    trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end()
+
+
+def ended_with_a_batch(trainer: Trainer) -> bool:
+    """Whether a resumed run was saved as a batch ended, and before what follows it. Since 2.6."""
+    return bool(trainer.fit_loop.epoch_loop.restarted_on_train_batch_end)
 
 
 def silence_unresumable_loaders() -> Callable[[], None]:

@@ -11,7 +11,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.data.draws import generators_of, random_states, set_random_states
 from lightning_pipeline.data.loaders import inner
 from lightning_pipeline.data.peekable import Peekable
-from lightning_pipeline.patching import all_undone
+from lightning_pipeline.patching import Undo, all_undone
 
 
 class Position:
@@ -38,6 +38,8 @@ class Position:
         self._is_set = False
         self._loader_states: list[Any] = []  # the loop loads and forgets them before its first epoch
         self._warn_again: Callable[[], None] = lambda: None
+        self._validates: bool | None = None  # what ends the epoch of the save
+        self._unhold: Undo = lambda: None
 
     def prepared(self) -> None:
         """A loader of training was prepared: the loop makes its iterator next, which draws from here."""
@@ -57,6 +59,7 @@ class Position:
                 _lightning.around_epoch_start(self._trainer, self._before, self._after),
                 _lightning.before_fetch(self._trainer, self._fetch),
                 lambda: self._warn_again(),
+                lambda: self._unhold(),
             ]
         )
 
@@ -71,6 +74,7 @@ class Position:
             "created": self._created,
             "started": self._started,
             "loader": _lightning.loader_states(self._trainer.fit_loop),
+            "validates": _lightning.validates_next(self._trainer),
         }
 
     def _now(self) -> dict[str, Any]:
@@ -127,6 +131,9 @@ class Position:
         else:
             if not self._is_set:
                 self._set("now")
+            self._validates = (self._saved or {}).get("validates")
+            if self._validates is not None and _lightning.ended_with_a_batch(self._trainer):
+                self._unhold = _lightning.hold_passing(self._trainer)
             self._iterate_later(fetcher)
         self._saved = None
 
@@ -138,6 +145,9 @@ class Position:
             self._to_iterate = fetcher
 
     def _begin(self, fetcher: Any) -> None:
+        self._unhold()
+        if self._validates:
+            _lightning.pass_validation(self._trainer)
         if self._counts:
             _lightning.begin_resumed_epoch(self._trainer)
         self._created = self._now()

@@ -47,7 +47,8 @@ def link(how: dict[str, Any], folder: str, stop: int, resume: int | None) -> tup
     )
     trainer = pl.Trainer(
         accelerator="cpu", devices=how["stages"], strategy=strategy, max_steps=stop, logger=False,
-        callbacks=[saver], enable_progress_bar=False, enable_model_summary=False, val_check_interval=2,
+        callbacks=[saver], enable_progress_bar=False, enable_model_summary=False,
+        val_check_interval=how.get("interval", 2), check_val_every_n_epoch=how.get("every", 1),
         accumulate_grad_batches=how["accumulate"],
     )  # fmt: skip
     path = None if resume is None else str(Path(folder) / f"step={resume}.ckpt")
