@@ -50,33 +50,55 @@ class SetAside:
 
     Lightning runs training_step, then zero_grad, then backward. The schedule has run all backwards by the
     time training_step returns. So what a step adds is taken out of `.grad`, zero_grad does to the rest what
-    it wants, and backward puts it back, on top of what accumulation left.
+    it wants, and backward puts it back, on top of what accumulation left. Until the first backward of a
+    batch `.grad` holds what was there, as on one device; if the user's step reads it, from then on, too.
     """
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._fresh: list[tuple[Tensor, Tensor]] = []
         self._own: dict[int, Tensor | None] | None = None
+        self._waits = self._drops = self._is_read = False
 
     def begin(self, parameters: Iterable[Tensor], *, drop: bool = False, is_read: bool = False) -> None:
-        """Clear `.grad` for a step and remember what was there.
+        """Remember what is in `.grad` before a step.
 
         Args:
             parameters: All that the step may give a gradient.
-            drop: Free what was there: nobody looks before Lightning zeroes it. Otherwise the step holds the
-                gradients of the one before beside its own.
-            is_read: Whether the user's step reads `.grad`: it stays, but in `accumulating`.
+            drop: Free what was there with the first backward: nobody looks before Lightning zeroes it.
+                Otherwise the step holds the gradients of the one before beside its own.
+            is_read: Whether the user's step is known to read `.grad`; see `note_read`.
         """
         assert not self._before, "the step before was ended or cancelled"
-        self._fresh = []
-        self._before = [(parameter, None if drop else parameter.grad) for parameter in parameters]
-        self._own = {} if is_read else None
-        for parameter, _ in self._before if self._own is None else ():
+        self._fresh, self._own = [], None
+        self._before = [(parameter, parameter.grad) for parameter in parameters]
+        self._waits, self._drops, self._is_read = True, drop, is_read
+
+    def note_read(self) -> bool:
+        """The user's step reads `.grad`.
+
+        Returns:
+            Whether what was there before the batch is there still.
+        """
+        self._is_read = True
+        return self._waits or self._own is not None or not self._before
+
+    def _clear(self) -> None:
+        """Before the first backward: nothing in `.grad`, or what was there where the step reads it."""
+        self._waits = False
+        if self._is_read:
+            self._own = {}
+            return
+        if self._drops:
+            self._before = [(parameter, None) for parameter, _ in self._before]
+        for parameter, _ in self._before:
             parameter.grad = None
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Around a backward, and around what looks at its gradients: those of this step are in `.grad`."""
+        if self._waits:
+            self._clear()
         own, self._own = self._own, None
         if own is None:
             yield
@@ -102,7 +124,7 @@ class SetAside:
         """Put back what was there before the step, and drop what it made."""
         for parameter, gradient in self._before:
             parameter.grad = gradient
-        self._before, self._own = [], None
+        self._before, self._own, self._waits = [], None, False
 
     def totals(self) -> list[tuple[Tensor, Tensor]]:
         """At the end of a step, parameters and what `.grad` will be: what was there and the step's own."""
@@ -118,8 +140,11 @@ class SetAside:
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters and the gradients of theirs that are not in `.grad` now."""
-        before = [(parameter, gradient) for parameter, gradient in self._before if gradient is not None]
-        return [*before, *self._fresh]
+        before = [] if self._waits else self._before
+        if (own := self._own) is not None:  # what was there is in `.grad`
+            before = [(parameter, own.get(id(parameter))) for parameter, _ in before]
+        aside = [(parameter, gradient) for parameter, gradient in before if gradient is not None]
+        return [*aside, *self._fresh]
 
     def put_back(self) -> None:
         """Add the step's gradients to `.grad`."""

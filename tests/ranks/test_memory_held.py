@@ -85,16 +85,20 @@ def test_gpipe_holds_all_microbatches(ranks: Ranks) -> None:
 
 
 class WatchesGradients(Regression):
-    """Notes how many gradients of the step before are held while a step runs."""
+    """Notes how many gradients of the step before are held while a backward runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: list[int] = []
+        for layer in (self.net[0], self.net[-1]):  # one on each stage
+            layer.register_full_backward_hook(self.look)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def look(self, *_: Any) -> None:
         stages = self.trainer.strategy._pipeline.stages
         if hasattr(stages, "gradients"):  # not while the whole module is traced
             self.held.append(len(stages.gradients.aside.held()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
 
 

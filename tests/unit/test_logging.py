@@ -113,14 +113,62 @@ def test_what_cannot_be_logged_is_refused() -> None:
         recorder.log(0, "m", 1.0, sync_dist_group=object())
 
 
-def test_fresh_gradients_survive_zero_grad_and_add_to_accumulated_ones() -> None:
-    a, b, c = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    a.grad, b.grad = torch.ones(1), torch.ones(1)
-    gradients = SetAside()
-    gradients.begin([a, b, c])
-    assert [p.grad for p in (a, b, c)] == [None] * 3
-    a.grad, c.grad = torch.full((1,), 5.0), torch.full((1,), 7.0)
+def three_parameters() -> list[nn.Parameter]:
+    """Two of them have a gradient of 1."""
+    found = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    found[0].grad, found[1].grad = torch.ones(1), torch.ones(1)
+    return found
+
+
+def gradients_of(parameters: list[nn.Parameter]) -> list[float | None]:
+    return [None if one.grad is None else one.grad.item() for one in parameters]
+
+
+def backwards(gradients: SetAside, parameters: list[nn.Parameter]) -> None:
+    """Those of two micro-batches, for all but the second parameter."""
+    for made in (2.0, 3.0):
+        with gradients.accumulating():
+            for one in parameters[::2]:
+                one.grad = torch.full((1,), made) if one.grad is None else one.grad + made
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_fresh_gradients_survive_zero_grad_and_add_to_accumulated_ones(is_read: bool) -> None:
+    gradients, three = SetAside(), three_parameters()
+    gradients.begin(three, is_read=is_read)
+    assert gradients_of(three) == [1.0, 1.0, None]  # as long as no backward has begun
+    assert gradients.held() == []
+    backwards(gradients, three)
+    assert gradients_of(three) == ([1.0, 1.0, None] if is_read else [5.0, None, 5.0])
+    assert [id(one) for one, _ in gradients.held()] == [id(one) for one in three[:: 2 if is_read else 1][:2]]
+    assert [total.item() for _, total in gradients.totals()] == [6.0, 1.0, 5.0]
     gradients.end()
-    assert [p.grad is not None and p.grad.item() for p in (a, b, c)] == [1.0, 1.0, False]
+    assert gradients_of(three) == [1.0, 1.0, None]
     gradients.put_back()
-    assert [p.grad is not None and p.grad.item() for p in (a, b, c)] == [6.0, 1.0, 7.0]
+    assert gradients_of(three) == [6.0, 1.0, 5.0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_that_nobody_looks_at_go_with_the_first_backward_unless_the_step_reads_them(
+    late: bool,
+) -> None:
+    gradients, three = SetAside(), three_parameters()
+    gradients.begin(three, drop=True)
+    if not late:
+        assert gradients.note_read()
+    backwards(gradients, three)
+    if late:
+        assert not gradients.note_read()  # those of the batch before are gone
+    assert gradients_of(three) == ([5.0, None, 5.0] if late else [1.0, 1.0, None])
+    gradients.end()
+    assert gradients_of(three) == ([None, None, None] if late else [1.0, 1.0, None])
+
+
+def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
+    for ran in (False, True):
+        gradients, three = SetAside(), three_parameters()
+        gradients.begin(three)
+        if ran:
+            backwards(gradients, three)
+        gradients.cancel()
+        assert gradients_of(three) == [1.0, 1.0, None]

@@ -5,12 +5,12 @@ The second is that of a backward, in regions of activation checkpointing, with u
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn
-from weakref import ref
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline._torch import (
@@ -26,6 +26,7 @@ from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import ValueKey
 from lightning_pipeline.model.mixing import Functions
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds, States, generators_in
+from lightning_pipeline.model.replay.unwritten import Unwritten
 from lightning_pipeline.model.replay.view import Returned, StageView
 from lightning_pipeline.model.tensors import (
     Given,
@@ -52,11 +53,17 @@ from lightning_pipeline.model.trace import BackwardHooks, Watch, has_backward_ho
 Around = Given | Watch
 Follow = Callable[[Any, Any, Any, Callable[[Any, Any, Any], Any]], Any]
 _LONE = Structure("tensor", 0)
+_OF_WEIGHTS = (
+    ". Weights that it is made of are found when the model is cut, in the first batch: let the step read "
+    "them in every batch, times 0 where they do not count (`loss + factor * penalty`)"
+)
 _OF_GRADIENTS = (
     "; gradients that a step reads (`p.grad`) are here of this stage's weights alone: read them in "
     "on_before_optimizer_step or on_before_zero_grad, where norms are those of all stages"
 )
 _DEVICE: Any = Tensor.device.__get__  # a placeholder answers without a call
+_GRADIENT: Any = cast(Any, Tensor).grad.__get__
+_NOTED = RANDOM_FUNCTIONS | {_GRADIENT}
 _SETS: Any = (Tensor.requires_grad, Tensor.grad)
 _STANDING = frozenset({
     Tensor.requires_grad_, Tensor.detach_, Tensor.retain_grad, Tensor.register_hook, Tensor.share_memory_,
@@ -68,32 +75,6 @@ _READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _DRAWS_BY_VALUE = frozenset(
     {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
 )
-
-
-class _Unwritten:
-    """Tensors with what belongs to them, for as long as they live and nothing is written into them."""
-
-    def __init__(self) -> None:
-        self._all: dict[int, tuple[ref[Tensor], int, Any]] = {}
-
-    def add(self, tensor: Tensor, belongs: Any) -> None:
-        """Know one; those of inference mode have no gradients that hooks could be for."""
-        if tensor.is_inference():
-            return
-        self._all[id(tensor)] = ref(tensor), tensor._version, belongs
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        """Whether this very tensor is known, and not one at the same place in memory."""
-        found = self._all.get(id(tensor))
-        return found is not None and found[0]() is tensor and found[1] == tensor._version
-
-    def of(self, tensor: Tensor) -> Any:
-        """What belongs to one that is known."""
-        return self._all[id(tensor)][2]
-
-    def clear(self) -> None:
-        """Let go of what belongs to them."""
-        self._all.clear()
 
 
 class GlueRun:
@@ -122,8 +103,8 @@ class GlueRun:
         self.is_last = view.is_last
         self._drawing = self._in_operation = False
         self._error: SplitError | None = None
-        self._handed, self._partial = _Unwritten(), _Unwritten()
-        self._copies = _Unwritten()  # of what own units return
+        self._handed, self._partial = Unwritten(), Unwritten()
+        self._copies = Unwritten()  # of what own units return
         self.taint = Taint(view.mode, self._poisoned_read)
         self._outer_hooks = top_saved_hooks()
         self.remembered = view.remembered
@@ -359,20 +340,22 @@ class GlueRun:
         for opaque in leaves_in(value, Opaque):
             opaque.refused()
         if any(is_placeholder(t) for t in tensors_in(value)) or self.taint.holds(value):
-            raise self._refuse(
-                f"{what} holds a value of another stage that was not sent here. Weights that it is made of "
-                "are found when the model is cut, in the first batch: let the step read them in every batch, "
-                "times 0 where they do not count (`loss + factor * penalty`)"
-            )
+            raise self._refuse(f"{what} holds a value of another stage that was not sent here", _OF_WEIGHTS)
 
-    def _refuse(self, reason: str) -> PlaceholderError:
+    def _refuse(self, reason: str, more: str = "") -> PlaceholderError:
         view = self._view
-        more = _OF_GRADIENTS if view.current_step().trace.reads_gradients else ""
+        more = _OF_GRADIENTS if view.current_step().trace.reads_gradients else more
         error = PlaceholderError(f"{reason}{more} (stage {view.index}) [at {user_line(view.root)}]")
         self._error = self._error or error
         return error
 
     # ---- functions between units
+
+    def note_gradient_read(self) -> None:
+        """Code between units reads `.grad` of a weight."""
+        step = self._view.current_step()
+        step.trace.reads_gradients = True
+        step.gradient_read()
 
     def hooked(self, tensor: Tensor) -> Tensor | None:
         """Where a hook on a gradient goes: None where the tensor is the output of a unit of an earlier stage.
@@ -478,7 +461,7 @@ class _GlueFunctions(TorchFunctionMode):
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
         mixing = self._run.mixing
         if mixing is None or func == _DEVICE or func in _STANDING:
-            seen = self._run.follow is not None or func in RANDOM_FUNCTIONS
+            seen = self._run.follow is not None or func in _NOTED
             return (self._seen if seen else self._run.remembered.call)(func, args, kwargs)
         if func in _INDEXING and len(args) > 1:
             args = args[0], _with_numbers(args[1], self._bound), *args[2:]
@@ -492,6 +475,8 @@ class _GlueFunctions(TorchFunctionMode):
     def _seen(self, func: Any, args: Any, kwargs: Any, instead: Any = None) -> Any:
         if func in RANDOM_FUNCTIONS:
             return self._run.random(func, args, kwargs)
+        if func == _GRADIENT and isinstance(args[0], Parameter):
+            self._run.note_gradient_read()
         answer = instead or self._run.remembered.call
         if self._run.follow is not None:
             return self._run.follow(func, args, kwargs, answer)

@@ -75,6 +75,8 @@ class Step:
         sizes: Samples of each micro-batch.
         batch_changes: What the step has changed of its batch, by micro-batch, on the last stage.
         is_unlike: Whether a unit has given other numbers or texts, or tensors where it gave none.
+        around_backward: Each backward of a stage.
+        gradient_read: Told that code between units reads `.grad` of a weight.
         returned: Told what the step returns for a micro-batch, on the last stage, where numbers are followed.
         returned_of_whole: Told what it returns where it runs without units for the whole batch, and whether
             no value of units was made up.
@@ -109,6 +111,7 @@ class Step:
     returned: Callable[[int, Any], None] = lambda microbatch, result: None
     returned_of_whole: Callable[[Any, bool], None] = lambda result, is_sure: None
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    gradient_read: Callable[[], None] = lambda: None
 
     @property
     def trace(self) -> Trace:

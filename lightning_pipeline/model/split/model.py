@@ -334,22 +334,13 @@ class SplitModel(OutsideSteps):
         ways = self._finder.of_step(trace, liveness)
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
         self._step = Step(
-            step,
-            step_function(self.root, step),
-            microbatches,
-            weights,
-            ways,
-            seeds,
-            self.forward_context,
-            self._at,
-            split_backward,
-            scaled=self.scaled,
-            around_backward=self.around_backward,
+            step, step_function(self.root, step), microbatches, weights, ways, seeds,
+            self.forward_context, self._at, split_backward, scaled=self.scaled,
+            around_backward=self.around_backward, gradient_read=self.on_gradient_read,
             count=self._new_count(microbatches) if weights is not None else None,
-            telling=self.told.lines.run,
-            returned=self.told.returns,
+            telling=self.told.lines.run, returned=self.told.returns,
             returned_of_whole=self.told.returns_of_whole,
-        )
+        )  # fmt: skip
         self._open = ExitStack()
         self._open.callback(seeds.close)
         self._open.enter_context(self.told.in_step(several=len(microbatches) > 1))

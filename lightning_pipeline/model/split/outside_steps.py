@@ -33,6 +33,7 @@ class OutsideSteps:
         mode: Of placeholders.
         findings: What is found once for all runs of a step with which a batch begins.
         around_backward: Each backward of a stage.
+        on_gradient_read: Called where a step reads `.grad` of a weight.
     """
 
     _tree: ModuleTree
@@ -43,6 +44,7 @@ class OutsideSteps:
         self.root, self.cut, self._device = root, cut, device
         self.mode, self.findings = PlaceholderMode(), Findings()
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.on_gradient_read: Callable[[], None] = lambda: None
         self._patches = UnitPatches(cut.trace.units)
         self._stage_of, self._here = cut.stage_of, set(stages)
         needed = stages_of_states(root, cut.trace, self._stage_of, cut.num_stages)

@@ -335,14 +335,14 @@ class BatchReplay(Replay):
                 self.taint.add(tensor)
         return result
 
-    def _refuse(self, reason: str) -> PlaceholderError:
+    def _refuse(self, reason: str, more: str = "") -> PlaceholderError:
         if self._drawn:
             reason += (
                 ". With loss_over_batch=True, what is drawn between units is drawn for each micro-batch, and "
                 "the end of the step, which runs once for the batch, cannot read it: draw it in a unit that "
                 "returns it, in a hook such as on_after_batch_transfer, or after the last unit"
             )
-        return super()._refuse(reason)
+        return super()._refuse(reason, more)
 
 
 class Programs:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,7 +44,7 @@ class Gradients:
         self._look_again: Callable[[], None] = lambda: None
         self._at_step: Callable[[Optimizer], list[str]] | None = None
         self.aside, self._by_nothing = SetAside(), False
-        split.around_backward = self.aside.accumulating
+        split.around_backward, split.on_gradient_read = self.aside.accumulating, self._is_read
         self.list_anew()
 
     def list_anew(self) -> None:
@@ -119,6 +120,15 @@ class Gradients:
             self.aside.cancel()
             raise
         self.aside.end()
+
+    def _is_read(self) -> None:
+        """The user's step reads `.grad` of a weight."""
+        if not self.aside.note_read():
+            rank_zero_warn(
+                "training_step reads gradients of weights (`p.grad`) in a micro-batch, and not in those "
+                "before it whose backward has begun: what it reads in this batch is theirs, where one device "
+                "has the gradients of the batch before. Read them in on_before_optimizer_step"
+            )
 
     @contextmanager
     def of_backwards(self) -> Iterator[None]:
