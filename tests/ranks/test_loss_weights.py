@@ -137,3 +137,34 @@ def test_what_a_metric_calls_is_none_of_the_steps_functions(recwarn: pytest.Warn
     many = {"stages": 1, "stages_per_rank": 2, "schedule": "LoopedBFS", "num_microbatches": 2}
     assert_same(fit(many, Measured), fit(None, Measured))
     assert [str(one.message) for one in recwarn if "calls other functions" in str(one.message)] == []
+
+
+class BySteps(Regression):
+    """Divides its loss by what counts in each third step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        mask, error = (batch[1] > 0.3).double(), (self.net(batch[0]) - batch[1]).pow(2)
+        if self.global_step % 3 != 2:
+            return error.mean()
+        return (error * mask).sum() / mask.sum()
+
+
+class LogsBySteps(Regression):
+    """Logs such a mean in each third step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        mask, error = (batch[1] > 0.3).double(), (self.net(batch[0]) - batch[1]).pow(2)
+        if self.global_step % 3 == 2:
+            self.log("masked", (error * mask).sum() / mask.sum())
+        return error.mean()
+
+
+@pytest.mark.parametrize(("make", "case"), [(BySteps, 0), (BySteps, 2), (LogsBySteps, 0)])
+def test_what_the_number_of_a_step_decides_of_a_loss_is_followed(
+    ranks: Any, recwarn: pytest.WarningsRecorder, make: Any, case: int
+) -> None:
+    expected = run(None, make)
+    for found in ranks(SCHEDULES[case]["stages"])(run, SCHEDULES[case], make, group=False):
+        assert_same(found, expected)
+    assert_same(run({"stages": 1, "num_microbatches": 4}, make), expected)
+    assert [str(one.message) for one in recwarn if "calls other functions" in str(one.message)] == []

@@ -331,7 +331,7 @@ class StepRoutes:
         self.ports: dict[tuple[int, int], PortSpec] = {}
         self.decisions = dict[Expression, None]()  # by numbers that change between batches
         self._numbers: dict[str, Place] = {}
-        self.decided: dict[Hashable, Route] = {}
+        self.decided: dict[Hashable, tuple[Route, Calls]] = {}
         self.by_reads: dict[Hashable, Route | None] = {}
         self.by_form: dict[Hashable, tuple[Route, tuple[bool, ...], Calls]] = {}
         self.called_by: dict[Hashable, Calls] = {}  # what tells the functions called, by what was read

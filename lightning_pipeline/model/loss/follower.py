@@ -113,6 +113,8 @@ class Follower:
         self._shares: Shares | None = None
         self._path: Path | None = None  # of a micro-batch that is not looked at
         self._plain_paths: set[tuple[Any, ...]] = set()
+        self._ways: set[int] = set()  # of the batch
+        self._plain_ways: set[int] = set()
         self._paths: list[Shares] = []
         self._owed: set[tuple[Any, ...]] = set()  # ways of micro-batches of which nobody knows what they are
         self._chances = 0
@@ -160,6 +162,7 @@ class Follower:
         *,
         by_values: bool = False,
         is_torn: bool = False,
+        called: Sequence[int] = (),
     ) -> None:
         """A batch comes.
 
@@ -171,6 +174,7 @@ class Follower:
             tried: Tries what each micro-batch's loss is worth; None where it is no part of a sum.
             by_values: Whether values decide how much units return, so that shapes alone say nothing.
             is_torn: Whether it is known that micro-batches decide otherwise by what is in the batch.
+            called: For each micro-batch what tells the functions that it is about to call; 0: nobody knows.
         """
         self._by_values, self._is_torn, self._flags, self._is_unlike = by_values, is_torn, set(), False
         self._has_loss = self._step != "training_step"
@@ -180,8 +184,10 @@ class Follower:
         self._own, self._plainly, self._about, self._astray = [], [], None, None
         if self._given_up:
             return
-        self._key = (*fractions, *(tuple(tensor.shape) for tensor in batch))
-        if self._targets is not None and not _any_left_out(batch, self._targets):
+        self._ways = {one for one in called if one}
+        self._key = (*called, *fractions, *(tuple(tensor.shape) for tensor in batch))
+        is_plain = self._targets is not None and self._ways <= self._plain_ways
+        if is_plain and not _any_left_out(batch, self._targets or ()):
             if not self._bends:
                 return
             if self._key in self._by_shapes:
@@ -231,6 +237,7 @@ class Follower:
         if path is None or self._given_up or tuple(path.taken) in self._plain_paths:
             return
         self._targets = None
+        self._plain_ways.clear()
         self._owed.add(tuple(path.taken))
         self._chances = _MOST_CHANCES
         self.doubt = (
@@ -478,11 +485,13 @@ class Follower:
             return
         if len(self._plain_paths) < _MOST_PATHS:
             self._plain_paths.update(tuple(shares.taken) for shares in self._paths)
+        self._plain_ways |= self._ways if len(self._plain_ways) < _MOST_PATHS else set()
         self._owed -= self._plain_paths
         self._chances -= 1
         if self._owed and self._chances > 0:
             return
-        self._targets = [target for whole in wholes for target in whole.targets if target is not None]
+        targets = {target for whole in wholes for target in whole.targets if target is not None}
+        self._targets = sorted(targets.union(self._targets or ()))
         differs = any(shares.differs for shares in self._paths)
         if self._bends and not differs and len(self._by_shapes) < _MOST_SHAPES:
             self._by_shapes[self._key] = [

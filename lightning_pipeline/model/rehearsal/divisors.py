@@ -84,8 +84,10 @@ class Divisors:
         tried = partial(self._worth.of, step, arguments, fractions)  # by each micro-batch's own numbers
         by_values = any(route.trace.follows_values for route in step.routes)
         tries = (lambda: None) if step.mixing else tried
-        is_torn = step.name in self._finder.torn
-        follower.begin(fractions, tensors, rehearse, tries, by_values=by_values, is_torn=is_torn)
+        follower.begin(
+            fractions, tensors, rehearse, tries, by_values=by_values,
+            is_torn=step.name in self._finder.torn, called=step.called,
+        )  # fmt: skip
 
     def _rehearsed(self, step: Step, arguments: Any, tensors: list[Tensor]) -> list[Whole]:
         """What was seen for each micro-batch; twice, where something was made up that it goes by."""

@@ -136,7 +136,7 @@ class RouteFinder:
             known = self._steps[trace.step] = StepRoutes(self._route(0, trace, liveness), self._modules)
             state = known.state(self._root)
             if trace.leaves is not None and not trace.effects and state[0] == self._at_start:
-                known.decided[trace.leaves, state, tuple(trace.decisions.values())] = known.base
+                known.decided[trace.leaves, state, tuple(trace.decisions.values())] = known.base, NO_CALLS
         return known
 
     def _route(self, number: int, trace: Trace, liveness: Liveness) -> Route:
@@ -246,13 +246,13 @@ class RouteFinder:
         seeds: Callable[[], MicrobatchSeeds],
     ) -> Route:  # fmt: skip
         """The way of one micro-batch of a step where no number is read between units."""
-        route = routes.decided.get(key)
+        route, self._called = routes.decided.get(key, (None, NO_CALLS))
         if route is None:
             route = self._find(routes, microbatch, seeds, Reads())
             routes.found(microbatch)
             if len(routes.decided) > _MOST_DECIDED:
                 routes.decided.clear()
-            routes.decided[self._key(routes, microbatch)] = route
+            routes.decided[self._key(routes, microbatch)] = route, self._called
         return route
 
     def _glance(

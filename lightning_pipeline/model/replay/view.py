@@ -57,6 +57,7 @@ class Step:
         context: Makes the precision's context for one forward.
         split_backward: Whether the plan has I and W actions.
         routes: By micro-batch, its way.
+        called: By micro-batch what tells the functions that it calls between units; 0: nobody knows.
         later_outputs: By micro-batch, what units of later stages return, as traced.
         on_microbatch: Told the micro-batch that the last stage is about to run.
         results: What the step returned on the last stage, detached, by micro-batch.
@@ -92,6 +93,7 @@ class Step:
     on_microbatch: Callable[[int], None] = lambda microbatch: None
     split_backward: bool = False
     routes: Sequence[Route] = ()
+    called: Sequence[int] = ()
     later_outputs: Sequence[dict[tuple[int, int], TracedOutput]] = ()
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor | None] = field(default_factory=dict)

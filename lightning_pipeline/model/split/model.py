@@ -421,6 +421,8 @@ class SplitModel(OutsideSteps):
         begun = partial(self._left_behind.begun, sizes=sizes)
         found = self._finder.routes if one is None else lambda *_: [one] * len(sizes)
         step.routes = found(step.ways, step.microbatches, step.seeds.microbatch, begun)
+        if one is None:
+            step.called = [calls.functions for calls in self._finder.called]
         self.signatures = self._finder.signatures(step.name, step.routes, step.microbatches)
         step.later_outputs = []
         for number, (route, batch) in enumerate(zip(step.routes, step.microbatches, strict=True)):

@@ -99,38 +99,48 @@ class Switched(Padded):
     def __init__(self) -> None:
         super().__init__()
         self.masked = False
+        self.cell = [False].__iter__  # nobody sees what it holds
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         y, target = self.net(batch["x"]), batch["target"].clamp(min=0)
-        if not self.masked:
+        if not (self.masked or next(self.cell())):
             return y.pow(2).mean()
         mask = (batch["target"] > 0).double()
         each = F.cross_entropy(y.transpose(1, 2), target, reduction="none")
         return (each * mask).sum() / mask.sum()
 
 
-def test_a_loss_that_changes_during_a_run_is_said_and_looked_at_again() -> None:
-    module = Switched()
-    mine = piped(module, batch(), 2, 3, follow=True)
-    splits: list[Any] = mine.splits
+def losses_once_masked(unseen: bool) -> tuple[list[Any], list[list[str]]]:
+    """Of the two batches after one that was not: what is logged, and what is said."""
+    splits: list[Any] = piped(Switched(), batch(), 2, 3, follow=True).splits
     for split in splits:
-        split.root.masked = True
+        split.root.masked, split.root.cell = not unseen, [unseen].__iter__
     microbatches, weights = split_arguments(batch(), 3)
-    found = []
+    found, said = [], []
     for count in (1, 2):
-        outcome = Outcome()
-        whole = (((batch(), 0), {}), weights, 1.0)
-        if count == 1:
-            with pytest.warns(
-                UserWarning, match="calls other functions between its units than in the batches"
-            ):
-                _run_batch(splits, microbatches, weights, "training_step", count, outcome, False, whole)
-        else:
+        outcome, whole = Outcome(), (((batch(), 0), {}), weights, 1.0)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             _run_batch(splits, microbatches, weights, "training_step", count, outcome, False, whole)
         found.append(outcome.loss)
+        said.append([str(one.message) for one in told])
+    return found, said
+
+
+@pytest.mark.parametrize("unseen", [True, False])
+def test_a_loss_that_changes_during_a_run_is_looked_at_again(unseen: bool) -> None:
+    """At once where an attribute decides; where nobody sees what does, it is said, and from the next batch on."""
+    found, said = losses_once_masked(unseen)
     switched = Switched()
     switched.masked = True
-    assert found[1] == pytest.approx(switched.training_step(batch(), 0).item())
+    expected = switched.training_step(batch(), 0).item()
+    assert found[1] == pytest.approx(expected)
+    assert not said[1]
+    if unseen:
+        assert any("calls other functions between its units than in the batches" in one for one in said[0])
+    else:
+        assert found[0] == pytest.approx(expected)
+        assert not said[0]
 
 
 class LossInside(nn.Module):
