@@ -430,9 +430,10 @@ class PlainStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self.end_compiled()
-        run, self._one_device = self._one_device, None
+        run = self._one_device
         if run is not None:
             self._stood, self._table, self._plan = self._where(), run.table, run.last_plan
+        self._one_device = None
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             self.model = self.lightning_module
         if self._synced and self._layer_sync is not None and self.model is not None:

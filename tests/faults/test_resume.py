@@ -122,6 +122,22 @@ def test_a_chain_goes_on_over_other_ranks_and_schedules(
     assert compare(straight, (seen, weights)) == ""
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_save_after_the_run_goes_on_where_it_stood(tmp_path: Path, microbatches: int, own: bool) -> None:
+    def train(epochs: int, resume: str | None = None) -> tuple[Notes, pl.Trainer]:
+        options = {"generator": torch.Generator().manual_seed(9)} if own else {}
+        module = Notes()
+        pl.seed_everything(5, verbose=False)
+        run = trainer({"stages": 1, "num_microbatches": microbatches}, max_epochs=epochs, limit_val_batches=0)
+        run.fit(module, loader(32, shuffle=True, **options), ckpt_path=resume)
+        return module, run
+
+    path = str(tmp_path / "a.ckpt")
+    train(1)[1].save_checkpoint(path)
+    assert train(3, path)[0].seen == train(3)[0].seen[4:]
+
+
 class Samples(Regression):
     """Counts the samples of an epoch, in a metric and in what it logs."""
 
