@@ -194,6 +194,18 @@ _CHOSEN = (
 """Of samples that a mask `J` chooses, as language models have words; drawn for seeds from `CHOSEN_FROM` on."""
 _CHOICES = ("m", "m", "(v == 1)", "(w > 0.6)", "(c != -100)", "(R.detach() > T)")
 CHOSEN_FROM = 400_000
+_NORMED = (
+    "R.norm() ** 2 / len(x)", "o.norm(2).pow(2) / float(len(x))", "0.5 * (o.norm(2).pow(2) + h.norm(2).pow(2)) / len(x)",
+    "torch.norm(h).square()", "torch.linalg.vector_norm(o - y) ** 2", "o.norm(p=1) / len(x)", "R.norm(1)", "h.norm() * h.norm()",
+    "(o - y).norm().pow(2) / o.numel()", "torch.linalg.norm(o).pow(2) * B", "(o * w[:, None]).norm().pow(2) / w.sum()",
+    "o[m].norm() ** 2 / m.sum().clamp(min=1)", "R[m].norm(1) / max(int(m.sum()), 1)", "torch.linalg.vector_norm(h, 1) * s.beta",
+    "s.head.weight.norm() ** 2 * 0.1 + R.mean()", "sum(p.norm() for p in s.parameters()) * 0.01 + R.mean()", "R.norm()",
+    "o.norm(dim=1).pow(2).mean()", "(o.norm(dim=1) - 1).pow(2).sum()", "h.norm() + R.mean()", "o.norm(3) ** 3 / len(x)",
+    "(R.norm() ** 2 / w.norm() ** 2)", "R.sum() / w.norm(1)", "R.sum() / w.norm()", "(R - R.detach()).norm() ** 2 + R.mean()",
+    "(o.norm() ** 2).sqrt()", "torch.stack([one.norm() ** 2 for one in o]).mean()", "x.norm() ** 2 * R.mean() / len(x)",
+)  # fmt: skip
+"""Norms over all samples, and their squares; drawn for seeds from `NORMED_FROM` on."""
+NORMED_FROM = 500_000
 _METRICS = (
     "s.f1(o.softmax(1), v)", "1 - s.f1(o.softmax(1), v)", "s.acc(o, v)", "s.acc(o, v).item()",
     "measures.accuracy(o, v, 'multiclass', num_classes=3)", "measures.mean_squared_error(o, y)", "s.r2(o[:, 0], y[:, 0])",
@@ -211,6 +223,15 @@ _OBJECTS = (
     ("s.mean.update(N.item(), len(x))", "mean"), ("s.most.update(P)", "most"), ("s.mean.update(R[m])", "mean"),
     ("[s.mean.update(p) for p in R]", "mean"), ("s.total(len(x))", "total"),
 )  # fmt: skip
+
+_OBJECTS_OF_ALL = (
+    *_OBJECTS, ("s.total.update(R * N)", "total"), ("s.mean.update(R / R.abs().sum())", "mean"),
+    ("s.most.update(R - R.mean())", "most"), ("s.total.update((o[:, 0] > 0).double() * (o > 0).sum())", "total"),
+    ("s.r2.update(o[:, 0] / o.std(), y[:, 0])", "r2"), ("s.mean.update(R.softmax(0))", "mean"),
+    ("s.mean.update(R, R.detach().abs() / R.detach().abs().max())", "mean"), ("s.total(R * R.max())", "total"),
+    ("s.mean.update(w / w.sum())", "mean"), ("s.total.update(R * w.mean())", "total"), ("s.total.update(R / len(x))", "total"),
+)  # fmt: skip
+"""Values for each sample with numbers of all of them, too; drawn for seeds from `NORMED_FROM` on."""
 
 
 class Call(NamedTuple):
@@ -254,7 +275,8 @@ class _Drawer:
         self.draw = random.Random(seed)
         self.weighted = seed >= WEIGHTED_FROM
         families = ((DIVIDED_FROM, _WEIGHTED), (DECIDED_FROM, _DIVIDED), (CHOSEN_FROM, _DECIDED))
-        self.of_batch = next((family for end, family in families if seed < end), _CHOSEN)
+        families = (*families, (NORMED_FROM, _CHOSEN))
+        self.of_batch = next((family for end, family in families if seed < end), _NORMED)
         self.chooses = seed >= CHOSEN_FROM
 
     def filled(self, text: str, depth: int, measured: bool) -> str:
@@ -328,7 +350,7 @@ class _Drawer:
         if draw.random() < 0.1:
             options["sync_dist"] = True
         if draw.random() < 0.15:
-            update, name = draw.choice(_OBJECTS)
+            update, name = draw.choice(_OBJECTS_OF_ALL if self.of_batch is _NORMED else _OBJECTS)
             options = {"on_step": "update" not in update and draw.random() < 0.5, "on_epoch": True}
             return Call("object", (self.filled(update, 1, True), name), tuple(options.items()))
         kind = draw.choice(("log", "log", "log_dict"))

@@ -146,3 +146,31 @@ def test_what_was_not_kept_for_the_batch_as_one_is_not_guessed() -> None:
 def test_a_number_that_is_read_of_it_is_that_of_the_micro_batches() -> None:
     """It is 0 for all of them and for the batch, and 1 for values that are made up."""
     assert loss_outcome_of(_of_what_is_not_kept("float({})", validates=False)) == "equal"
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "s.total.update(w * o.std())", "s.total.update(q[v] * (o[:, 0] > 0).double().sum() / len(x))",
+        "s.mean.update(o[:, 0] / o[:, 0].abs().max(), w)", "s.r2.update(o[:, 0] - o[:, 0].mean(), y[:, 0])",
+        "s.mean.update(o[:, 0], torch.stack([p.sum() for p in o]).abs() / torch.stack([p.sum() for p in o]).abs().max())",
+        "s.mean.update(o[:, 0].softmax(0))",
+    ],
+)  # fmt: skip
+def test_metrics_are_given_values_of_samples_with_the_numbers_of_the_batch(update: str) -> None:
+    call = Call("object", (update, update[2:].partition(".")[0]), (("on_step", False), ("on_epoch", True)))
+    given = LossProgram("F.cross_entropy(o, c)", (call,), (8, 5, 8), (("num_microbatches", 4),), 2, True)
+    assert loss_outcome_of(given) == "equal"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "0.5 * (o.norm(2).pow(2) + h.norm(2).pow(2)) / len(x)", "torch.linalg.vector_norm(o - y) ** 2",
+        "(lambda norm: norm * norm)(h.norm()) + F.mse_loss(o, y)", "o.norm(1) / len(x)", "o[m].norm() ** 2 / m.sum().clamp(min=1)",
+        "o.norm().square() * s.head.weight.norm() ** 2",
+    ],
+)  # fmt: skip
+def test_squares_of_norms_are_sums_over_samples(loss: str) -> None:
+    logs = ("o.norm()", "h.norm(1)", "torch.linalg.vector_norm(o, 3)", "o.norm() / h.norm()", "loss")
+    assert loss_outcome_of(program(logs, loss)) == "equal"

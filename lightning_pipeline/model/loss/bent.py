@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pipeline.model.loss.events import Form, Seen, Share, Whole, grows, pairs, type_of
-from lightning_pipeline.model.loss.functions import ARITHMETIC, PLACES, SUMS, both
+from lightning_pipeline.model.loss.functions import ARITHMETIC, PLACES, SUMS, both, order_of
 from lightning_pipeline.model.loss.reductions import LOSSES
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 
@@ -253,7 +253,7 @@ def extreme(known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen:
     picked = share is not None and not share.single
     if not picked and (grows(seen, 0, value) is False or (seen is not None and seen.result != result.shape)):
         return None
-    makes = _REDUCING[func]
+    makes = _norm_of(order_of(func, args, kwargs)) or _REDUCING[func]
     if makes is None or not (picked or known.counts(value, seen)):
         return Bent(None, (Leaf(result.detach().clone(), None),), always=True)
     return Bent(None, (Leaf(result.detach().clone(), makes),), always=True)
@@ -461,6 +461,13 @@ def _smallest(parts: Tensor) -> Tensor:
 
 def _any(parts: Tensor) -> Tensor:
     return (parts != 0).any(0)
+
+
+def _norm_of(order: float | None) -> Callable[[Tensor], Tensor] | None:
+    """What makes the norm of all of those of parts."""
+    if order is None or order < 0:
+        return None
+    return lambda parts: torch.linalg.vector_norm(parts, order or 1.0, dim=0)
 
 
 def _all(parts: Tensor) -> Tensor:

@@ -284,6 +284,10 @@ class Follower:
         value = 0.0 if total is None else total
         return Part(value, not shares.is_mean(share), is_known=True, read=share.read)
 
+    def is_of_all(self, value: Any) -> bool:
+        """Whether a tensor has a value for each sample in which a number of all of them is."""
+        return self._shares is not None and self._shares.is_of_all(value)
+
     def unlike(self) -> None:
         """A unit gives another number or text than where the batch was looked at as one, without values."""
         self._is_unlike = True

@@ -129,6 +129,7 @@ def _size_of_states(metric: nn.Module) -> int:
 def stub_metrics(
     metrics: Sequence[Metric | MetricCollection], on_value: Callable[[Any], None], scalar: Callable[[], Any],
     answer: Callable[[Metric | MetricCollection, int], Any] = lambda metric, nth: None,
+    note: Callable[[Metric | MetricCollection, str, Any], None] = lambda metric, method, arguments: None,
 ) -> Iterator[None]:  # fmt: skip
     """Let metrics only tell what they were given.
 
@@ -138,27 +139,31 @@ def stub_metrics(
         scalar: Gives what stands for each number that a call returns.
         answer: Given the metric and how many calls there were before, gives what is known to be the answer;
             None where that is not known.
+        note: Told the metric, its method and what that was given.
     """
     with ExitStack() as stack:
         for metric in metrics:
-            stack.enter_context(patched(metric, _stubs(metric, on_value, scalar, answer)))
+            stack.enter_context(patched(metric, _stubs(metric, on_value, scalar, answer, note)))
         yield
 
 
 def _stubs(
     metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any],
     answer: Callable[[Metric | MetricCollection, int], Any],
+    note: Callable[[Metric | MetricCollection, str, Any], None],
 ) -> dict[str, Any]:  # fmt: skip
     answers, calls = Answers(metric, scalar), itertools.count()
 
     def result(method: str, *args: Any, **kwargs: Any) -> Any:
         on_value((args, kwargs))
+        note(metric, method, (args, kwargs))
         known = answer(metric, next(calls))
         return answers.to(method, (args, kwargs)) if known is None else known
 
     def silent(method: str, *args: Any, **kwargs: Any) -> None:
         next(calls)
         on_value((args, kwargs))
+        note(metric, method, (args, kwargs))
         if method == "update":
             answers.update((args, kwargs))
 

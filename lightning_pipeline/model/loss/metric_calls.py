@@ -21,18 +21,12 @@ from torchmetrics import Metric, MetricCollection
 from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf, together_in_form
 from lightning_pipeline.model.loss.events import type_of
 from lightning_pipeline.model.loss.follower import Part
-from lightning_pipeline.model.loss.metric_copies import METHODS, copy_of
+from lightning_pipeline.model.loss.metric_copies import METHODS, Kept, are_alike, copy_of, given, kept
 from lightning_pipeline.model.loss.metric_kinds import AnyMetric, goes_by_call, sums_samples
+from lightning_pipeline.model.tensors import tensors_in
 from lightning_pipeline.patching import patched
 
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
-
-
-class Kept(NamedTuple):
-    """A tensor or a number, and what it is of the batch's."""
-
-    value: Any
-    part: Part
 
 
 class Way(NamedTuple):
@@ -65,26 +59,6 @@ class Way(NamedTuple):
             nodes = self.nodes.values() if isinstance(self.nodes, dict) else self.nodes
             return all(node.is_joined for node in nodes)
         return self.kind != "apart"
-
-
-def kept(value: Any, part: Callable[[Any], Part] = lambda value: Part()) -> Any:
-    """Arguments as they are kept: tensors without their graph, which the step may go on to change."""
-    if isinstance(value, Tensor):
-        return Kept(value.detach().clone(), part(value))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return Kept(value, part(value))
-    if isinstance(value, dict):
-        return {key: kept(item, part) for key, item in value.items()}
-    return type_of(value)(kept(item, part) for item in value) if isinstance(value, list | tuple) else value
-
-
-def given(value: Any) -> Any:
-    """The arguments themselves."""
-    if isinstance(value, Kept):
-        return value.value
-    if isinstance(value, dict):
-        return {key: given(item) for key, item in value.items()}
-    return type_of(value)(map(given, value)) if isinstance(value, list | tuple) else value
 
 
 def way_of(values: Sequence[Any], whole: Any, sizes: Sequence[int]) -> Way:
@@ -241,10 +215,20 @@ class MetricCalls:
     Args:
         part: What a number of the micro-batch that runs is of the batch's.
         watch: Called with a value that a metric has returned, and how the batch's is made.
+        is_of_all: Whether a tensor has a value for each sample in which a number of all of them is.
+
+    Attributes:
+        held: Metrics that were given such values by updates: the batch as one has what they are given.
     """
 
-    def __init__(self, part: Callable[[Any], Part], watch: Callable[[Any, Bent], None]) -> None:
-        self._follow, self._watch = part, watch
+    def __init__(
+        self, part: Callable[[Any], Part], watch: Callable[[Any, Bent], None],
+        is_of_all: Callable[[Any], bool],
+    ) -> None:  # fmt: skip
+        self._follow, self._watch, self._is_of_all = part, watch, is_of_all
+        self._of_all: set[tuple[str, int]] = set()
+        self._as_one: dict[tuple[float, int], list[tuple[str, Any]]] = {}
+        self.held: dict[int, _Line] = {}
         self._step, self._sizes = "", list[int]()
         self._microbatch: Callable[[], int] = int
         self._running = 0
@@ -276,7 +260,7 @@ class MetricCalls:
             microbatch: Which of them runs.
         """
         self._step, self._sizes, self._microbatch = step, list(sizes), microbatch
-        self._answers = {}
+        self._answers, self._as_one, self.held = {}, {}, {}
         self._originals = {id(m): {name: getattr(m, name) for name in METHODS} for m in metrics}
         with ExitStack() as stack:
             for metric in metrics:
@@ -332,9 +316,41 @@ class MetricCalls:
         """All micro-batches have run: let the metrics have what was kept."""
         self._values.clear()
         for line in list(self._lines.values()):
-            if line.calls:
+            updates = all(call.method == "update" for column in line.calls for call in column)
+            if (self._step, id(line.metric)) in self._of_all and updates:
+                self.held[id(line.metric)] = line
+            elif line.calls:
                 self._answer(line, len(line.calls) - 1)
         self._answers = {place: line.answers for place, line in self._lines.items()}
+
+    def as_one(self, run: float, metric: AnyMetric, method: str, arguments: Any) -> None:
+        """A run of the step for the batch as one gives this to a metric.
+
+        Args:
+            run: Which of these.
+            metric: That is called.
+            method: Of it.
+            arguments: What that is given.
+        """
+        if id(metric) in self.held:
+            self._as_one.setdefault((run, id(metric)), []).append((method, kept(arguments)))
+
+    def release(self, *, is_sure: bool) -> None:
+        """After these runs: let the metrics that were held have what they give, else what was kept.
+
+        Args:
+            is_sure: Whether what units gave is put together as they would have given it for the batch as one.
+        """
+        held, self.held = self.held, {}
+        for metric_id, line in held.items():
+            runs = [calls for (_, of), calls in self._as_one.items() if of == metric_id]
+            if is_sure and runs and all(are_alike(one, runs[0]) for one in runs):
+                for method, arguments in runs[0]:
+                    self._run(line.metric, method, given(arguments))
+            else:
+                self._doubt(line.metric)
+                self._answer(line, len(line.calls) - 1)
+        self._as_one = {}
 
     def answer(self, metric: AnyMetric, nth: int) -> Any:
         """After `settle`: what a call of the batch gave; None where nobody knows.
@@ -360,6 +376,8 @@ class MetricCalls:
         line = self._lines.setdefault(id(metric), _Line(metric))
         nth = line.counts[number]
         line.counts[number] += 1
+        if any(map(self._is_of_all, tensors_in((args, kwargs)))):
+            self._of_all.add((self._step, id(metric)))
         if method == "update" and self._adds_up(metric, nth, (args, kwargs)):
             with self._settled():
                 return original(*args, **kwargs)
@@ -376,14 +394,15 @@ class MetricCalls:
 
     def _adds_up(self, metric: AnyMetric, nth: int, arguments: Any) -> bool:
         """Whether the order and number of updates is nothing to a metric, and it is given samples alone."""
-        if not self._only_updates.get((self._step, id(metric)), False):
+        key = self._step, id(metric)
+        if key in self._of_all or not self._only_updates.get(key, False):
             return False
         if not sums_samples(metric) or goes_by_call(metric, arguments):
             return False
-        key, whole = (self._step, id(metric), nth, "update"), self._given_to_whole(metric, nth, "update")
+        place, whole = (*key, nth, "update"), self._given_to_whole(metric, nth, "update")
         if whole is not None:
-            self._ways[key] = way_of([kept(arguments)], whole, self._sizes)
-        return key in self._ways and self._ways[key].is_of_samples
+            self._ways[place] = way_of([kept(arguments)], whole, self._sizes)
+        return place in self._ways and self._ways[place].is_of_samples
 
     def _given_to_whole(self, metric: AnyMetric, nth: int, method: str) -> Any:
         """What the step of the whole batch has given to this call; None where it has made another."""
@@ -532,7 +551,8 @@ class MetricCalls:
     def _run(self, metric: AnyMetric, method: str, arguments: Any) -> Any:
         args, kwargs = arguments
         with self._settled(), torch.no_grad():
-            return self._originals[id(metric)][method](*args, **kwargs)
+            original = self._originals.get(id(metric), {}).get(method)  # none once the batch is over
+            return (original or getattr(metric, method))(*args, **kwargs)
 
     @contextmanager
     def _settled(self) -> Iterator[None]:

@@ -32,12 +32,15 @@ from lightning_pipeline.model.loss.functions import (
     IN_PLACE,
     JOINING,
     LINEAR,
+    NORMS,
     NUMBERS,
     OF_FORM,
     SELECTING,
     SUMS,
     TAKING_ROWS,
     gives_places,
+    is_square,
+    order_of,
     written_by,
 )
 from lightning_pipeline.model.loss.masks import has_mask, indices
@@ -96,6 +99,9 @@ class Shares:
         self._entered, self._made, self._unmade = set[Call](), set[Any](), list[Any]()
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
         self._bent: dict[int, tuple[Any, Bent]] = {}
+        self._of_all: dict[int, Tensor] = {}  # values for each sample in which a number of all of them is
+        self._now: Seen | None = None  # the call that runs, in the whole batch
+        self._norms: dict[int, Tensor] = {}  # the roots of sums of squares over samples
         self._places: dict[int, Tensor] = {}  # of what a mask picks
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # with the places that were written last
 
@@ -125,6 +131,8 @@ class Shares:
         self._known.clear()
         self._bent.clear()
         self._tables.clear()
+        self._norms.clear()
+        self._of_all.clear()
         self._places.clear()
         self._computed.clear()
 
@@ -162,12 +170,27 @@ class Shares:
         if type(result) is bool:
             self.flags.append(result)
         self._note_places(func, args, kwargs, result)
+        if isinstance(result, Tensor) and result.dim() and func not in OF_FORM:
+            self._note_of_all(args, kwargs, result)
         return result
+
+    def is_of_all(self, value: Any) -> bool:
+        """Whether a tensor has a value for each sample in which a number of all of them is."""
+        return id(value) in self._of_all
+
+    def _note_of_all(self, args: Any, kwargs: Any, result: Tensor) -> None:
+        if self._now is not None and self._now.result == tuple(result.shape):
+            return  # it has no samples
+        given = [value for value in _values(args, kwargs) if isinstance(value, Tensor | float)]
+        shares = (self.of(value) for value in given)
+        numbers = any(share is not None and share.single for share in shares)
+        if numbers or any(id(one) in self._of_all or self.bent(one) is not None for one in (*given, result)):
+            self._of_all[id(result)] = result
 
     def _shared(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         if func in FOLLOWED:
             self.taken.append((func, kwargs.get("reduction")))
-        seen = self._seen(func)
+        seen = self._now = self._seen(func)
         if self._picks(func, args, kwargs, seen):
             share = self.of(args[0])
             by_batch = any(self.bent(arg) is not None for arg in (args[0], *indices(args[1])))
@@ -181,9 +204,10 @@ class Shares:
         bent = bend(self, func, args, kwargs, seen) if makes else None  # before it runs, maybe in place
         self._mean, self._is_summed = None, False
         result = self._followed(func, args, kwargs, run, seen)
-        bent = bent if bent is not None and bent.always else self._mean or bent
-        if self._is_summed:
-            bent = None
+        bent = None if self._is_summed else bent if bent is not None and bent.always else self._mean or bent
+        if self._is_sum_of_powers(func, args, kwargs, result, seen):
+            self._keep_bent(result, None)
+            return result
         if isinstance(result, tuple):
             found = extremes(self, func, args, kwargs, result, seen)
             for one, made in zip(result, found, strict=False):
@@ -194,6 +218,28 @@ class Shares:
             self._note_table(made, args[1], seen)
         self._keep_bent(made, bent or extreme(self, func, args, kwargs, made, seen))
         return result
+
+    def _is_sum_of_powers(self, func: Any, args: Any, kwargs: Any, result: Any, seen: Seen | None) -> bool:
+        """Whether a norm over samples is a sum of theirs, or its square is; the share of one is kept."""
+        if func in NORMS:
+            order, value = order_of(func, args, kwargs), args[0]
+            if self.bent(value) is not None or not self._is_of_samples(value, seen):
+                return False
+            if order == 2:
+                self._norms[id(result)] = result
+            if order != 1:
+                return False
+        elif not self._norms or not is_square(func, args) or id(args[0]) not in self._norms:
+            return False
+        self._keep(result, Share(((1.0, result),), SHAPES, single=True))
+        return True
+
+    def _is_of_samples(self, value: Tensor, seen: Seen | None) -> bool:
+        """Whether a tensor has nothing but elements of this micro-batch's samples, each as it stands."""
+        share = self.of(value)
+        if share is not None:
+            return is_of_rows(share, value)
+        return bool(grows(seen, 0, value)) and self.counts(value, seen)
 
     def _picks(self, func: Any, args: Any, kwargs: Any, seen: Seen | None) -> bool:
         """Whether values decide which samples are taken, and not which of what has none, such as a weight."""

@@ -60,7 +60,7 @@ class Told:
         self.device, self._has_last_stage = device, has_last_stage
         self._follower = follower
         self._look_for_metrics()
-        self.calls = MetricCalls(self._followed, self._know)
+        self.calls = MetricCalls(self._followed, self._know, self._is_of_all)
         self.lines = ToldOnce()
         self.microbatch, self.made_up, self.as_batch = 0, 0.0, False
         self.of_whole: Callable[[str, bool, Any, Any], None] = lambda how, is_sure, args, kwargs: None
@@ -94,6 +94,10 @@ class Told:
     def _followed(self, value: Any, *, always: bool = False) -> Part:
         follower = self._follower()
         return Part() if follower is None else follower.part(value, always=always)
+
+    def _is_of_all(self, value: Any) -> bool:
+        follower = self._follower()
+        return follower is not None and follower.is_of_all(value)
 
     def returns(self, microbatch: int, result: Any) -> None:
         """The step of a micro-batch returns something."""
@@ -145,6 +149,10 @@ class Told:
     def _answer(self, metric: Any, nth: int) -> Any:
         return self.calls.answer(metric, nth) if self.as_batch else None
 
+    def _note(self, metric: Any, method: str, arguments: Any) -> None:
+        if self.as_batch:
+            self.calls.as_one(self.made_up, metric, method, arguments)
+
     @contextmanager
     def nothing(self) -> Iterator[None]:
         """Inside, nothing is logged, printed or measured, and no random number is used up."""
@@ -152,7 +160,7 @@ class Told:
             stack.enter_context(random_state_kept(Generators(list(self._root.modules()))))
             stack.enter_context(printed_once(self._root))
             stack.enter_context(stub_sinks(self._root, self.names, _drop))
-            stack.enter_context(stub_metrics(self.metrics, _drop, self._made_up, self._answer))
+            stack.enter_context(stub_metrics(self.metrics, _drop, self._made_up, self._answer, self._note))
             yield
 
     @contextmanager

@@ -327,8 +327,11 @@ class Batch:
             with split.findings.held():
                 found = told_otherwise(
                     report, merged, left, samples, split.as_one.runs, trains=self.trains,
-                    is_filled=lambda: split.as_one.is_filled,
+                    is_filled=lambda: split.as_one.is_filled, twice=bool(split.told.calls.held),
                 )  # fmt: skip
+        if split.told.calls.held:
+            split.as_one.each.add(self.step)
+            split.release_metrics(is_sure=found.is_sure)
             found = Compared() if split.as_one.is_filled and found.differs else found
         numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
