@@ -174,3 +174,9 @@ def test_metrics_are_given_values_of_samples_with_the_numbers_of_the_batch(updat
 def test_squares_of_norms_are_sums_over_samples(loss: str) -> None:
     logs = ("o.norm()", "h.norm(1)", "torch.linalg.vector_norm(o, 3)", "o.norm() / h.norm()", "loss")
     assert loss_outcome_of(program(logs, loss)) == "equal"
+
+
+def test_a_call_of_a_metric_with_such_values_is_warned_of() -> None:
+    call = Call("object", ("s.total(w * o.std())", "total"), (("on_step", True), ("on_epoch", True)))
+    given = LossProgram("F.cross_entropy(o, c)", (call,), (8, 5), (("num_microbatches", 4),), 2, False)
+    assert loss_outcome_of(given).startswith("warned: total_0")

@@ -26,6 +26,14 @@ from lightning_pipeline.model.loss.metric_kinds import AnyMetric, goes_by_call, 
 from lightning_pipeline.model.tensors import tensors_in
 from lightning_pipeline.patching import patched
 
+_OPEN = (
+    "numbers in {} that differ between micro-batches, and of which it cannot be said what they would be for "
+    "the batch as a whole, so that their mean by samples is taken: give it values for each sample"
+)
+_OF_ALL = (
+    "values of samples in {} in which a number of all of them stands, and each micro-batch has its own: give "
+    "it these by `update`, which has the batch's where that can be worked out"
+)
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
 
 
@@ -316,10 +324,12 @@ class MetricCalls:
         """All micro-batches have run: let the metrics have what was kept."""
         self._values.clear()
         for line in list(self._lines.values()):
-            updates = all(call.method == "update" for column in line.calls for call in column)
-            if (self._step, id(line.metric)) in self._of_all and updates:
+            of_all = (self._step, id(line.metric)) in self._of_all
+            if of_all and all(call.method == "update" for column in line.calls for call in column):
                 self.held[id(line.metric)] = line
             elif line.calls:
+                if of_all:
+                    self._doubt(line.metric, _OF_ALL)
                 self._answer(line, len(line.calls) - 1)
         self._answers = {place: line.answers for place, line in self._lines.items()}
 
@@ -348,7 +358,7 @@ class MetricCalls:
                 for method, arguments in runs[0]:
                     self._run(line.metric, method, given(arguments))
             else:
-                self._doubt(line.metric)
+                self._doubt(line.metric, _OF_ALL)
                 self._answer(line, len(line.calls) - 1)
         self._as_one = {}
 
@@ -563,16 +573,12 @@ class MetricCalls:
         finally:
             self._settling = before
 
-    def _doubt(self, metric: AnyMetric) -> None:
+    def _doubt(self, metric: AnyMetric, why: str = _OPEN) -> None:
         if id(metric) in self._warned:
             return
         self._warned.add(id(metric))
-        warnings.warn(
-            f"a {type(metric).__name__} is given numbers in {self._step} that differ between micro-batches, "
-            "and of which it cannot be said what they would be for the batch as a whole, so that their mean "
-            "by samples is taken: give it values for each sample, or call it in on_train_batch_end or "
-            "on_validation_batch_end"
-        )
+        text = f"{why.format(self._step)}, or call it in on_train_batch_end or on_validation_batch_end"
+        warnings.warn(f"a {type(metric).__name__} is given {text}")
 
 
 def _value_or_nan(draft: Any, args: Any, kwargs: Any) -> Any:
