@@ -50,29 +50,32 @@ class SetAside:
 
     Lightning runs training_step, then zero_grad, then backward. The schedule has run all backwards by the
     time training_step returns. So what a step adds is taken out of `.grad`, zero_grad does to the rest what
-    it wants, and backward puts it back, on top of what accumulation left. Until the first backward of a
-    batch `.grad` holds what was there, as on one device; if the user's step reads it, from then on, too.
+    it wants, and backward puts it back, on top of what accumulation left. What was there and is looked at
+    stays in `.grad` until the first backward of the batch; if the user's step reads it, from then on, too.
     """
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._fresh: list[tuple[Tensor, Tensor]] = []
         self._own: dict[int, Tensor | None] | None = None
-        self._waits = self._drops = self._is_read = False
+        self._waits = self._is_read = False
 
     def begin(self, parameters: Iterable[Tensor], *, drop: bool = False, is_read: bool = False) -> None:
         """Remember what is in `.grad` before a step.
 
         Args:
             parameters: All that the step may give a gradient.
-            drop: Free what was there with the first backward: nobody looks before Lightning zeroes it.
-                Otherwise the step holds the gradients of the one before beside its own.
+            drop: Free what was there: nobody looks before Lightning zeroes it. Otherwise the step holds the
+                gradients of the one before beside its own.
             is_read: Whether the user's step is known to read `.grad`; see `note_read`.
         """
         assert not self._before, "the step before was ended or cancelled"
         self._fresh, self._own = [], None
         self._before = [(parameter, parameter.grad) for parameter in parameters]
-        self._waits, self._drops, self._is_read = True, drop, is_read
+        self._waits, self._is_read = True, is_read
+        if drop:
+            self._before = [(parameter, None) for parameter, _ in self._before]
+            self._clear()
 
     def note_read(self) -> bool:
         """The user's step reads `.grad`.
@@ -89,8 +92,6 @@ class SetAside:
         if self._is_read:
             self._own = {}
             return
-        if self._drops:
-            self._before = [(parameter, None) for parameter, _ in self._before]
         for parameter, _ in self._before:
             parameter.grad = None
 

@@ -148,20 +148,24 @@ def test_fresh_gradients_survive_zero_grad_and_add_to_accumulated_ones(is_read: 
     assert gradients_of(three) == [6.0, 1.0, 5.0]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_gradients_that_nobody_looks_at_go_with_the_first_backward_unless_the_step_reads_them(
-    late: bool,
-) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_gradients_that_nobody_looks_at_are_freed_unless_the_step_is_known_to_read_them(known: bool) -> None:
     gradients, three = SetAside(), three_parameters()
-    gradients.begin(three, drop=True)
-    if not late:
-        assert gradients.note_read()
+    gradients.begin(three, drop=not known, is_read=known)
+    assert gradients_of(three) == ([1.0, 1.0, None] if known else [None, None, None])
+    assert gradients.note_read() is known
     backwards(gradients, three)
-    if late:
-        assert not gradients.note_read()  # those of the batch before are gone
-    assert gradients_of(three) == ([5.0, None, 5.0] if late else [1.0, 1.0, None])
+    assert gradients_of(three) == ([1.0, 1.0, None] if known else [5.0, None, 5.0])
     gradients.end()
-    assert gradients_of(three) == ([None, None, None] if late else [1.0, 1.0, None])
+    assert gradients_of(three) == ([1.0, 1.0, None] if known else [None, None, None])
+
+
+def test_gradients_that_are_looked_at_later_are_there_if_the_step_reads_them_before_a_backward() -> None:
+    gradients, three = SetAside(), three_parameters()
+    gradients.begin(three)
+    assert gradients.note_read()
+    backwards(gradients, three)
+    assert gradients_of(three) == [1.0, 1.0, None]
 
 
 def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:

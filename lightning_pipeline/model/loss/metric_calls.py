@@ -212,6 +212,12 @@ class _Line:
         self.answers: list[Any] = []
         self.counts: Counter[int] = Counter()
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are updates alone, and the metric has been given none of them."""
+        calls = [call for column in self.calls for call in column]
+        return len(calls) == self.counts.total() and all(call.method == "update" for call in calls)
+
     def of(self, microbatch: int) -> list[_Call]:
         """Those of one micro-batch, in order."""
         return [call for column in self.calls for call in column if call.microbatch == microbatch]
@@ -325,7 +331,7 @@ class MetricCalls:
         self._values.clear()
         for line in list(self._lines.values()):
             of_all = (self._step, id(line.metric)) in self._of_all
-            if of_all and all(call.method == "update" for column in line.calls for call in column):
+            if of_all and line.waits:
                 self.held[id(line.metric)] = line
             elif line.calls:
                 if of_all:

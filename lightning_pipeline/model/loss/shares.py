@@ -221,6 +221,8 @@ class Shares:
 
     def _is_sum_of_powers(self, func: Any, args: Any, kwargs: Any, result: Any, seen: Seen | None) -> bool:
         """Whether a norm over samples is a sum of theirs, or its square is; the share of one is kept."""
+        if not args:
+            return False
         if func in NORMS:
             order, value = order_of(func, args, kwargs), args[0]
             if self.bent(value) is not None or not self._is_of_samples(value, seen):
@@ -237,8 +239,8 @@ class Shares:
     def _is_of_samples(self, value: Tensor, seen: Seen | None) -> bool:
         """Whether a tensor has nothing but elements of this micro-batch's samples, each as it stands."""
         share = self.of(value)
-        if share is not None:
-            return is_of_rows(share, value)
+        if share is not None or self.is_of_all(value):
+            return share is not None and is_of_rows(share, value)
         return bool(grows(seen, 0, value)) and self.counts(value, seen)
 
     def _picks(self, func: Any, args: Any, kwargs: Any, seen: Seen | None) -> bool:

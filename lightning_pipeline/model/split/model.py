@@ -376,7 +376,8 @@ class SplitModel(OutsideSteps):
         if self.has_last_stage and len(microbatches) > 1 and over_batch is None:
             self._open.enter_context(self.told.metrics_by_batch(step, sizes))
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
-            self._divisors.follow(self._step, whole)
+            with self._guards.lifted():
+                self._divisors.follow(self._step, whole)
             self.as_one.begin(self._step, self._state, whole[0], sizes, as_one)
             if self._state is not None:
                 self._state.start_again()

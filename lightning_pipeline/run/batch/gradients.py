@@ -125,9 +125,9 @@ class Gradients:
         """The user's step reads `.grad` of a weight."""
         if not self.aside.note_read():
             rank_zero_warn(
-                "training_step reads gradients of weights (`p.grad`) in a micro-batch, and not in those "
-                "before it whose backward has begun: what it reads in this batch is theirs, where one device "
-                "has the gradients of the batch before. Read them in on_before_optimizer_step"
+                "training_step reads gradients of weights (`p.grad`), and has not in the batches before: "
+                "those of the batch before are gone, and what it reads now are those of micro-batches. From "
+                "the next batch on it has what one device has; on_before_optimizer_step always has"
             )
 
     @contextmanager
