@@ -332,7 +332,6 @@ class Batch:
         if split.told.calls.held:
             split.as_one.each.add(self.step)
             split.release_metrics(is_sure=found.is_sure)
-            found = Compared() if split.as_one.is_filled and found.differs else found
         numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
