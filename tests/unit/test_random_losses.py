@@ -168,7 +168,7 @@ def test_metrics_are_given_values_of_samples_with_the_numbers_of_the_batch(updat
     [
         "0.5 * (o.norm(2).pow(2) + h.norm(2).pow(2)) / len(x)", "torch.linalg.vector_norm(o - y) ** 2",
         "(lambda norm: norm * norm)(h.norm()) + F.mse_loss(o, y)", "o.norm(1) / len(x)", "o[m].norm() ** 2 / m.sum().clamp(min=1)",
-        "o.norm().square() * s.head.weight.norm() ** 2",
+        "o.norm().square() * s.head.weight.norm() ** 2", "o.norm() ** 2 + (h.abs() ** w[:, None]).mean()",
     ],
 )  # fmt: skip
 def test_squares_of_norms_are_sums_over_samples(loss: str) -> None:

@@ -46,36 +46,31 @@ PLACES = frozenset(both("nonzero argwhere flatnonzero"))
 _WHERE = frozenset(both("where"))
 TAKING_ROWS = frozenset(both("index_select"))
 REPEATING = frozenset(both("repeat_interleave"))  # by values where these are not numbers
-_NORMS = frozenset(both("norm"))  # with `p`, which may be a text
-_LINALG = frozenset((torch.linalg.norm, torch.linalg.vector_norm))  # with `ord`
-NORMS = _NORMS | _LINALG
-POWERS = frozenset(both("pow __pow__"))
-SQUARES = frozenset(both("square"))
-PRODUCTS = frozenset(both("mul multiply __mul__"))
-
-
+NORMS = frozenset((*both("norm"), torch.linalg.norm, torch.linalg.vector_norm))
+_POWERS = frozenset(both("pow __pow__"))
+_SQUARES = frozenset(both("square"))
+_TIMES = frozenset(both("mul multiply __mul__"))
 OF_FORM = frozenset(both("new_zeros new_ones zeros_like ones_like"))
 AT_LEAST = frozenset(both("clamp clamp_ clamp_min clamp_min_"))
 
 
 def order_of(func: Any, args: Any, kwargs: Any) -> float | None:
     """The order of a norm of all elements of a tensor, as of a vector; None of any other."""
-    by_text = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
+    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
     if func not in NORMS or len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         return None
-    if by_text in (None, "fro"):
+    if order in (None, "fro"):
         return 2.0
     is_matrix = func is torch.linalg.norm and args[0].dim() > 1
-    return float(by_text) if isinstance(by_text, int | float) and not is_matrix else None
+    return float(order) if isinstance(order, int | float) and not is_matrix else None
 
 
 def is_square(func: Any, args: Any) -> bool:
     """Whether a call multiplies a number with itself."""
-    if func in PRODUCTS:
-        return len(args) > 1 and args[0] is args[1]
-    return func in SQUARES or (
-        func in POWERS and len(args) > 1 and args[1] == 2 and type(args[1]) is not bool
-    )
+    if len(args) < 2:
+        return func in _SQUARES
+    is_two = isinstance(args[1], int | float) and args[1] == 2
+    return args[0] is args[1] if func in _TIMES else func in _POWERS and is_two
 
 
 def gives_places(func: Any, args: Any, kwargs: Any) -> bool:
