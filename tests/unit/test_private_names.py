@@ -19,7 +19,7 @@ WRITES = {
     "hooks/precision.py": "a copy of a plugin, made anew",
     "model/construction/construction.py": "weights of a module that is built in parts, for good",
     "model/construction/places.py": "the same",
-    "model/loss/metric_copies.py": "what stands for a metric's methods, away while the metric is copied",
+    "model/loss/metric_objects.py": "what stands for a metric's methods, away while the metric is copied",
     "model/state/absent.py": "a mark on a placeholder of ours",
     "model/state/elsewhere.py": "methods of our own classes",
     "model/state/parameters.py": "a buffer that a stage has not",

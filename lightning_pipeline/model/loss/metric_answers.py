@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline._torch import DisableTorchFunction, disable_current_modes
-from lightning_pipeline.model.loss.metric_copies import copy_of
+from lightning_pipeline.model.loss.metric_objects import copy_of
 from lightning_pipeline.model.random import random_state_kept
 from lightning_pipeline.model.tensors import map_tensors, tensors_in
 from lightning_pipeline.patching import patched

@@ -10,20 +10,25 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf, together_in_form
-from lightning_pipeline.model.loss.events import type_of
+from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf
 from lightning_pipeline.model.loss.follower import Part
-from lightning_pipeline.model.loss.metric_copies import METHODS, Kept, are_alike, copy_of, given, kept
-from lightning_pipeline.model.loss.metric_kinds import AnyMetric, goes_by_call, sums_samples
-from lightning_pipeline.model.tensors import tensors_in
+from lightning_pipeline.model.loss.metric_arguments import Way, given, join, kept, way_of
+from lightning_pipeline.model.loss.metric_objects import (
+    METHODS,
+    AnyMetric,
+    copy_of,
+    goes_by_call,
+    sums_samples,
+)
+from lightning_pipeline.model.tensors import flatten, map_tensors, same_values, tensors_in
 from lightning_pipeline.patching import patched
 
 _OPEN = (
@@ -34,166 +39,6 @@ _OF_ALL = (
     "values of samples in {} in which a number of all of them stands, and each micro-batch has its own: give "
     "it these by `update`, which has the batch's where that can be worked out"
 )
-_PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
-
-
-class Way(NamedTuple):
-    """How values of micro-batches make the batch's.
-
-    Attributes:
-        kind: `rows` and `items` are joined, what is `constant` or the `same` is it, what is a `sum` is added
-            up, a `mean` is taken by samples; an `open` number is unknown; `each` goes item by item, and
-            `apart` is what nothing joins.
-        dimension: That samples have, of rows.
-        nodes: Of each item.
-    """
-
-    kind: str
-    dimension: int = 0
-    nodes: Any = ()
-
-    @property
-    def is_of_samples(self) -> bool:
-        """Whether there is nothing but samples."""
-        if self.kind == "each":
-            nodes = self.nodes.values() if isinstance(self.nodes, dict) else self.nodes
-            return all(node.is_of_samples for node in nodes)
-        return self.kind in ("rows", "items", "constant", "apart")
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether it makes anything of all values."""
-        if self.kind == "each":
-            nodes = self.nodes.values() if isinstance(self.nodes, dict) else self.nodes
-            return all(node.is_joined for node in nodes)
-        return self.kind != "apart"
-
-
-def way_of(values: Sequence[Any], whole: Any, sizes: Sequence[int]) -> Way:
-    """How values of micro-batches make the batch's.
-
-    Args:
-        values: One of each micro-batch, as they are kept.
-        whole: What the step of the whole batch gave, where units compute nothing; None: that is not known.
-        sizes: Samples of each.
-    """
-    first = values[0]
-    theirs = whole.value if isinstance(whole, Kept) else None
-    if isinstance(first, Kept) and isinstance(first.value, Tensor):
-        return _way_of_tensors([value.value for value in values], theirs, sizes)
-    if isinstance(first, Kept):
-        return Way(_kind_of_numbers(values, theirs, sizes))
-    if isinstance(first, dict):
-        found = whole if isinstance(whole, dict) else {}
-        nodes = {key: way_of([value[key] for value in values], found.get(key), sizes) for key in first}
-        return Way("each", nodes=nodes)
-    if isinstance(first, list) and _are_items(values, whole, sizes):
-        return Way("items")
-    if isinstance(first, list | tuple):
-        paired = isinstance(whole, list | tuple) and len(whole) == len(first)
-        others = whole if paired else [None] * len(first)
-        columns = zip(*values, strict=True)
-        return Way(
-            "each",
-            nodes=[way_of(list(column), other, sizes) for column, other in zip(columns, others, strict=True)],
-        )
-    alike = isinstance(first, _PLAIN) and all(value == first for value in values)
-    return Way("constant" if alike else "apart")
-
-
-def _way_of_tensors(values: Sequence[Tensor], whole: Any, sizes: Sequence[int]) -> Way:
-    first = values[0]
-    if not first.dim():
-        return Way("mean")
-    if isinstance(whole, Tensor) and whole.dim() == first.dim():
-        grown = [d for d in range(first.dim()) if whole.shape[d] != first.shape[d]]
-        return Way("rows", grown[0]) if grown else Way("mean")
-    by_samples = all(value.shape[0] == size for value, size in zip(values, sizes, strict=False))
-    alike = len({value.shape for value in values}) == 1
-    return Way("rows") if by_samples or not alike else Way("mean")
-
-
-def _kind_of_numbers(values: Sequence[Kept], whole: Any, sizes: Sequence[int]) -> str:
-    numbers = [value.value for value in values]
-    if all(value.part.is_known for value in values):
-        return "mean"
-    if isinstance(whole, int | float):
-        if all(number == whole for number in numbers):
-            return "same"
-        return "sum" if math.isclose(math.fsum(numbers), whole) else "open"
-    if any(number != numbers[0] for number in numbers) or numbers == list(sizes):
-        return "sum" if numbers == list(sizes) else "open"
-    return "same"
-
-
-def _are_items(values: Sequence[Any], whole: Any, sizes: Sequence[int]) -> bool:
-    lengths = [len(value) for value in values]
-    if isinstance(whole, list):
-        return len(whole) != lengths[0]
-    return lengths == list(sizes)[: len(lengths)] or len(set(lengths)) > 1
-
-
-def join(values: Sequence[Any], way: Way, sizes: Sequence[int], doubt: Callable[[], None]) -> Any:
-    """The batch's value.
-
-    Args:
-        values: One of each micro-batch, as they are kept.
-        way: How they make it.
-        sizes: Samples of each.
-        doubt: Called where nobody knows, and the mean by samples is taken.
-    """
-    first = values[0]
-    if way.kind == "each":
-        if isinstance(first, dict):
-            return {
-                key: join([value[key] for value in values], node, sizes, doubt)
-                for key, node in way.nodes.items()
-            }
-        columns = zip(*values, strict=True)
-        return type_of(first)(
-            join(list(column), node, sizes, doubt) for column, node in zip(columns, way.nodes, strict=True)
-        )
-    if way.kind == "items":
-        return [given(item) for value in values for item in value]
-    if way.kind == "constant":
-        return first
-    if way.kind == "rows":
-        return torch.cat([value.value for value in values], way.dimension)
-    return _number(values, way.kind, sizes, doubt)
-
-
-def _number(values: Sequence[Kept], kind: str, sizes: Sequence[int], doubt: Callable[[], None]) -> Any:
-    numbers = [value.value for value in values]
-    if not isinstance(numbers[0], Tensor):
-        if kind == "same" and all(number == numbers[0] for number in numbers):
-            return numbers[0]
-        return sum(numbers) if kind == "sum" else float(_total(values, kind, sizes, doubt))
-    result = _total(values, kind, sizes, doubt).to(numbers[0].device)
-    return (result if numbers[0].is_floating_point() else result.round()).to(numbers[0].dtype)
-
-
-def _total(values: Sequence[Kept], kind: str, sizes: Sequence[int], doubt: Callable[[], None]) -> Tensor:
-    """What is worked out from the batch's sums, else the sum of the parts, else the mean by samples."""
-    numbers, parts = [value.value for value in values], [value.part for value in values]
-    bent = [part.bent for part in parts if part.bent is not None]
-    if len(bent) == len(values):
-        with suppress(DifferentWaysError):
-            return together_in_form(bent)
-    has_parts = not bent and all(part.value is not None for part in parts)
-    is_plain = isinstance(numbers[0], Tensor) or kind == "mean"
-    known = has_parts and (is_plain or all(part.is_known for part in parts))
-    unclear = any(part.is_unclear or part.read != parts[0].read for part in parts) or not (known or is_plain)
-    if (bent or unclear) and _differ(numbers):
-        doubt()
-    terms = [
-        part.value if known else number * (size / sum(sizes))
-        for number, part, size in zip(numbers, parts, sizes, strict=True)
-    ]
-    return torch.stack([torch.as_tensor(term).detach().double() for term in terms]).sum(0)
-
-
-def _differ(numbers: Sequence[Any]) -> bool:
-    return any(bool((torch.as_tensor(number) != torch.as_tensor(numbers[0])).any()) for number in numbers)
 
 
 class _Call:
@@ -349,7 +194,8 @@ class MetricCalls:
             arguments: What that is given.
         """
         if id(metric) in self.held:
-            self._as_one.setdefault((run, id(metric)), []).append((method, kept(arguments)))
+            own = map_tensors(lambda tensor: tensor.detach().clone(), arguments)
+            self._as_one.setdefault((run, id(metric)), []).append((method, own))
 
     def release(self, *, is_sure: bool) -> None:
         """After these runs: let the metrics that were held have what they give, else what was kept.
@@ -360,9 +206,9 @@ class MetricCalls:
         held, self.held = self.held, {}
         for metric_id, line in held.items():
             runs = [calls for (_, of), calls in self._as_one.items() if of == metric_id]
-            if is_sure and runs and all(are_alike(one, runs[0]) for one in runs):
+            if is_sure and len(runs) > 1 and all(_are_alike(one, runs[0]) for one in runs[1:]):
                 for method, arguments in runs[0]:
-                    self._run(line.metric, method, given(arguments))
+                    self._run(line.metric, method, arguments)
             else:
                 self._doubt(line.metric, _OF_ALL)
                 self._answer(line, len(line.calls) - 1)
@@ -585,6 +431,12 @@ class MetricCalls:
         self._warned.add(id(metric))
         text = f"{why.format(self._step)}, or call it in on_train_batch_end or on_validation_batch_end"
         warnings.warn(f"a {type(metric).__name__} is given {text}")
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two runs give a metric the same."""
+    (mine, form), (theirs, other_form) = flatten(one), flatten(other)
+    return form == other_form and all(map(same_values, mine, theirs))
 
 
 def _value_or_nan(draft: Any, args: Any, kwargs: Any) -> Any:

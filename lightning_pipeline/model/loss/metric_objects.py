@@ -1,0 +1,82 @@
+"""Torchmetrics objects: what kinds there are, and copies that are asked in the place of one."""
+
+import copy
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.aggregation import BaseAggregator
+from torchmetrics.classification import (
+    MulticlassConfusionMatrix,
+    MulticlassExactMatch,
+    MulticlassStatScores,
+)
+from torchmetrics.wrappers import BootStrapper, Running
+
+from lightning_pipeline.model.tensors import tensors_in
+
+AnyMetric = Metric | MetricCollection
+METHODS = ("forward", "update", "compute", "reset")
+_BY_CALLS = (BaseAggregator, BootStrapper, Running)  # what these hold goes by calls
+_BY_ROWS = (MulticlassStatScores, MulticlassConfusionMatrix, MulticlassExactMatch)
+"""Of scores they take the largest of a row. Others of their kind make probabilities of logits where any of
+the call is none, and those of images may take a range of values."""
+
+
+def sums_samples(metric: AnyMetric) -> bool:
+    """Whether it is the library's, and what it holds is put together of samples in any parts."""
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    return not any(
+        isinstance(part, _BY_CALLS) or not type(part).__module__.startswith("torchmetrics.") for part in parts
+    )
+
+
+def goes_by_call(metric: AnyMetric, arguments: Any) -> bool:
+    """Whether what it makes of a sample may follow from the others in the call."""
+    kinds = [type(part) for part in metric.modules() if isinstance(part, Metric)]
+    scores = any(tensor.is_floating_point() for tensor in tensors_in(arguments))
+    return any(
+        kind.__module__.startswith("torchmetrics.image.")
+        or (
+            scores
+            and kind.__module__.startswith("torchmetrics.classification.")
+            and not issubclass(kind, _BY_ROWS)
+        )
+        for kind in kinds
+    )
+
+
+def copy_of(metric: AnyMetric, patched: Container[int] | None = None) -> Any:
+    """A copy with methods of its own: states are copied, networks are not, and it gathers from nobody.
+
+    Args:
+        metric: A metric or a collection.
+        patched: Identities of metrics whose methods are replaced now; None: of all where some stand.
+    """
+    shared: dict[int, Any] = {}
+    for part in metric.modules():
+        group: Any = getattr(part, "process_group", None)
+        shared[id(group)] = group
+        if not any(isinstance(inner, AnyMetric) for inner in part.modules()):
+            shared[id(part)] = part
+    replaced = [
+        (part, {name: vars(part).pop(name) for name in METHODS if name in vars(part)})
+        for part in metric.modules()
+        if patched is None or id(part) in patched
+    ]
+    try:
+        with torch.inference_mode(False):
+            made = copy.deepcopy(metric, shared)
+    finally:
+        for part, methods in replaced:
+            vars(part).update(methods)
+    for part in made.modules():
+        if isinstance(part, Metric):
+            part.distributed_available_fn = _alone
+    return made
+
+
+def _alone() -> bool:
+    """Copies gather from nobody."""
+    return False
