@@ -71,10 +71,9 @@ class SetAside:
         """
         assert not self._before, "the step before was ended or cancelled"
         self._fresh, self._own = [], None
-        self._before = [(parameter, parameter.grad) for parameter in parameters]
+        self._before = [(parameter, None if drop else parameter.grad) for parameter in parameters]
         self._waits, self._is_read = True, is_read
         if drop:
-            self._before = [(parameter, None) for parameter, _ in self._before]
             self._clear()
 
     def note_read(self) -> bool:

@@ -5,7 +5,7 @@ The second is that of a backward, in regions of activation checkpointing, with u
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds, S
 from lightning_pipeline.model.replay.unwritten import Unwritten
 from lightning_pipeline.model.replay.view import Returned, StageView
 from lightning_pipeline.model.tensors import (
+    GRADIENT,
     Given,
     Opaque,
     Structure,
@@ -62,8 +63,7 @@ _OF_GRADIENTS = (
     "on_before_optimizer_step or on_before_zero_grad, where norms are those of all stages"
 )
 _DEVICE: Any = Tensor.device.__get__  # a placeholder answers without a call
-_GRADIENT: Any = cast(Any, Tensor).grad.__get__
-_NOTED = RANDOM_FUNCTIONS | {_GRADIENT}
+_NOTED = RANDOM_FUNCTIONS | {GRADIENT}
 _SETS: Any = (Tensor.requires_grad, Tensor.grad)
 _STANDING = frozenset({
     Tensor.requires_grad_, Tensor.detach_, Tensor.retain_grad, Tensor.register_hook, Tensor.share_memory_,
@@ -475,7 +475,7 @@ class _GlueFunctions(TorchFunctionMode):
     def _seen(self, func: Any, args: Any, kwargs: Any, instead: Any = None) -> Any:
         if func in RANDOM_FUNCTIONS:
             return self._run.random(func, args, kwargs)
-        if func == _GRADIENT and isinstance(args[0], Parameter):
+        if func == GRADIENT and isinstance(args[0], Parameter):
             self._run.note_gradient_read()
         answer = instead or self._run.remembered.call
         if self._run.follow is not None:

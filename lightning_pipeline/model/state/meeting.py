@@ -37,6 +37,7 @@ from lightning_pipeline.model.state.absent import AbsentTensors
 from lightning_pipeline.model.state.given_parts import GivenParts, is_part
 from lightning_pipeline.model.state.sources import NOTHING, Names, Sources
 from lightning_pipeline.model.tensors import (
+    GRADIENT,
     SET_DATA,
     TensorSpec,
     filled_by,
@@ -62,7 +63,6 @@ _READS = {
     Tensor.__format__, Tensor.__reduce_ex__,
 }  # fmt: skip
 # Made anew whenever somebody looks, so that they are compared by `==`.
-_GRADIENT: Any = cast(Any, Tensor).grad.__get__
 _SET: Any = [SET_DATA, cast(Any, Tensor).grad.__set__]
 
 
@@ -502,7 +502,7 @@ class _Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READS:
             args, kwargs = self._meeting.whole((args, kwargs))
-        elif func == _GRADIENT:
+        elif func == GRADIENT:
             self._meeting.asks_gradient(args[0])
         elif func in _SET:
             func(args[0], self._meeting.assigned(*args))

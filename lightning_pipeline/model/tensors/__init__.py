@@ -16,6 +16,7 @@ from lightning_pipeline.model.tensors.containers import (
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
     FLOPS_PER_BYTE,
+    GRADIENT,
     SET_DATA,
     Flops,
     FormSeen,
@@ -92,6 +93,7 @@ from lightning_pipeline.model.tensors.user_code import user_line
 
 __all__ = [
     "FLOPS_PER_BYTE",
+    "GRADIENT",
     "NOTHING",
     "SET_DATA",
     "Code",

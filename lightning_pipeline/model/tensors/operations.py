@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -22,6 +22,7 @@ _READING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_o
 _WITHOUT_VALUES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "from_file")
 _NOT_BY_FORM = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
 _MASKS = (torch.bool, torch.uint8)
+GRADIENT: Any = cast(Any, Tensor).grad.__get__  # what a function mode sees where `.grad` is read
 FLOPS_PER_BYTE = 16.0  # operations whose time equals moving one byte; a round figure for CPUs and GPUs alike
 
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
@@ -14,6 +14,7 @@ from lightning_pipeline._torch import DynamicOutputShapeException, TorchDispatch
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS, Generators, SeedsOfStart
 from lightning_pipeline.model.tensors import (
+    GRADIENT,
     Tag,
     TagStore,
     TensorSpec,
@@ -54,7 +55,6 @@ _SUMMING = frozenset(
 _PRODUCTS = frozenset({"aten::mm", "aten::mv", "aten::bmm"})
 _SUMS, _MEANS = frozenset({"sum", "nansum"}), frozenset({"mean", "nanmean"})
 """Over samples, which are followed where values of units meet what is made of them in a loss."""
-_GRADIENT: Any = cast(Any, Tensor).grad.__get__
 _TRIED = 4  # samples that are changed to see what depends on them
 _DERIVED = frozenset({Tag("batch")})
 _APART = frozenset(
@@ -393,7 +393,7 @@ class GlueFunctions(TorchFunctionMode):
         trace = self._observed.trace
         trace.steered |= is_tensor_read(func) and not is_placeholder(args[0])
         trace.steered |= self._glue.guesses.picked.counts(func, args)
-        trace.reads_gradients |= func == _GRADIENT and isinstance(args[0], Parameter)
+        trace.reads_gradients |= func == GRADIENT and isinstance(args[0], Parameter)
 
     def _drawn(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A random number between units."""
