@@ -50,12 +50,15 @@ class Rules:
             else.
         idle: Places that no run has changed: of these nothing is known yet, and values are put together as
             returned ones are.
+        are_told: Whether the step logs what it has written in places that are worked out at the end of the
+            batch, and the batch as one logs something else.
     """
 
     by_place: dict[str, Rule | None]
     readers: dict[str, set[int]]
     doubted: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
+    are_told: bool = False
 
     def with_idle(self, labels: set[str]) -> "Rules":
         """The same where some places were left as they were, if `same` is all that is known of them."""
@@ -121,7 +124,8 @@ def rules_of(
     if computed and without and question.given is not None and not question.really:
         wait = waiting(run, question, without | in_order, trials[0][0][3])
     if wait.can:
-        return Rules({**found, **dict.fromkeys(without | in_order, at_end)}, {}).with_idle(idle)
+        waited = {**found, **dict.fromkeys(without | in_order, at_end)}
+        return Rules(waited, {}, are_told=wait.is_told).with_idle(idle)
     if without & in_order:
         found |= dict.fromkeys(in_order, CHAINED)
     if not computed:

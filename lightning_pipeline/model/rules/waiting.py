@@ -6,7 +6,7 @@ each unit answers with the rows that it gave the micro-batches.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,19 +25,22 @@ class Wait(NamedTuple):
 
     Attributes:
         can: It may.
-        is_read: The step reads, or logs, what it has written there.
+        is_read: The step computes with what it has written there.
+        is_told: It logs what it has written there, and the batch as one logs something else.
     """
 
     can: bool
     is_read: bool = False
+    is_told: bool = False
 
 
 def waiting(run: Runs, question: Question, labels: Collection[str], left: Mapping[str, Any]) -> Wait:
     """Find out whether what stands in some places may be worked out at the end of the batch.
 
-    It may where micro-batches that all read what the batch found compute and log what the batch as one does:
-    now, with what one batch leaves, and where numbers are at or before the length of a tensor, such as the
-    place in a queue; and where nothing depends on outputs of units that the last stage does not have.
+    It may where micro-batches that all read what the batch found compute what the batch as one does: now,
+    with what one batch leaves, and where numbers are at or before the length of a tensor, such as the place
+    in a queue; and where nothing depends on outputs of units that the last stage does not have. What they
+    log is the batch's where each batch is looked at as one.
 
     Args:
         run: Runs the step.
@@ -48,9 +51,10 @@ def waiting(run: Runs, question: Question, labels: Collection[str], left: Mappin
     values = values_for(question, 3)
     parts = list(zip((question.one[0], question.other[0], question.whole[0]), values, strict=True))
     root = run.listens = question.whole[1].root
+    is_told = False
     try:
         for number, carried in enumerate(_beginnings(run, labels, left)):
-            seen: list[Observed] = []
+            seen, told = list[Observed](), list[Observed]()
             try:
                 for part in parts:
                     stood = ModuleState(root)  # such as a flag that is set where a queue is full
@@ -58,22 +62,28 @@ def waiting(run: Runs, question: Question, labels: Collection[str], left: Mappin
                         found = run([part], carried=carried)
                     finally:
                         stood.restore()
-                    seen.append([*run.observed, (None, run.told)])
+                    seen.append(run.observed)
+                    told.append([(None, run.told)])
             except Exception as error:  # the user's code: a queue may not be written at its end
                 _log.debug("the step does not begin with %s: %s", carried, error)
                 if not number:
                     return Wait(False)
                 continue
-            one, other, whole = seen
-            if not is_whole(one, other, whole, question.sizes):
+            if not _is_whole(seen, question):
                 return Wait(False, is_read=True)
+            is_told |= not _is_whole(told, question)
             if not number:
                 again = run([(parts[2][0], values[2].but(question.given or ()))])
                 if not all(equal(found[label], again[label]) for label in labels):
                     return Wait(False)
     finally:
         run.listens = None
-    return Wait(True)
+    return Wait(True, is_told=is_told)
+
+
+def _is_whole(seen: Sequence[Observed], question: Question) -> bool:
+    one, other, whole = seen
+    return is_whole(one, other, whole, question.sizes)
 
 
 def _beginnings(run: Runs, labels: Collection[str], left: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -90,6 +90,7 @@ class LeftBehind:
         doubtful: By step, states that it works out from their last value once for each micro-batch.
         decided_by: By step, sums over samples by which it decides when it has added those of a micro-batch.
         sums_read: By step, those of which it makes plain numbers then, to be logged as a rule.
+        told_at_end: Steps that log what they have written where it is worked out at the end of the batch.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class LeftBehind:
         self.decided_by: dict[str, list[str]] = {}
         self.sums_read: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
+        self.told_at_end: set[str] = set()
 
     def new_state(
         self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge,
@@ -558,7 +560,10 @@ class LeftBehind:
         aside = [e for e in trace.effects if e.from_units and e.place.identity not in known]
         aside = [] if self._has_last_stage else [e for e in aside if not is_absent(e)]
         with self._left_as_it_is([*effects, *aside]):
-            return rules_of(effects, asked, function, self._patches, merge, self._quiet, start, aside)
+            found = rules_of(effects, asked, function, self._patches, merge, self._quiet, start, aside)
+        if found.are_told:
+            self.told_at_end.add(trace.step)
+        return found
 
     @contextmanager
     def _left_as_it_is(self, effects: Sequence[Effect]) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Numbers that no micro-batch tells, such as a median: logged as the step tells them for the batch as one."""
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -101,6 +102,61 @@ def test_a_number_that_no_micro_batch_tells_is_one_devices(number, way):
         )  # of one sample, by torch
         found = fitted(WAYS[way], number)
     assert_same(found, fitted(None, number), tolerance=1e-6)
+
+
+def seen_most(self, out, y):
+    self.kept.update(out.argmax(1).tolist())
+    return float(self.kept.most_common(1)[0][1])
+
+
+def predicted(self, out, y):
+    self.kept |= set(out.argmax(1).tolist())
+    return float(len(self.kept))
+
+
+def third_worst(self, out, y):
+    self.kept = sorted(self.kept + (out - y).abs().amax(1).tolist(), reverse=True)[:3]
+    return self.kept[-1]
+
+
+def spread_of_queue(self, out, y):
+    rows = self.kept["queue"].shape[0]
+    places = (self.kept["place"] + torch.arange(len(out))) % rows
+    self.kept["queue"][places] = out
+    self.kept["place"] = (self.kept["place"] + len(out)) % rows
+    return self.kept["queue"].std()
+
+
+def new_queue():
+    return {"queue": torch.zeros(20, TARGETS, dtype=torch.float64), "place": 0}
+
+
+class LogsWhatItKeeps(Logs):
+    def __init__(self, number, kept):
+        super().__init__(number)
+        self.kept = kept()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("number", "kept"), [(seen_most, Counter), (predicted, set), (third_worst, list), (spread_of_queue, new_queue)],
+)  # fmt: skip
+def test_what_is_kept_and_logged_in_one_step_is_one_devices(number, kept, way):
+    """What stands there is worked out at the batch's end, and logged as the batch's: no doubt is told."""
+    found = []
+    for pipeline in (WAYS[way], None):
+        module, notes = LogsWhatItKeeps(number, kept), Notes()
+        run = trainer(pipeline, callbacks=[notes], max_epochs=2)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*no rule puts their results together")
+            run.fit(module, loader(samples=38), loader(seed=4))
+        found.append((notes.seen, module.kept))
+    (seen, left), (expected, of_one) = found
+    assert seen == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(*(sorted(one) if isinstance(one, set) else one for one in (left, of_one)))
 
 
 def over_ranks(pipeline):

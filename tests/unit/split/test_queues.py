@@ -140,15 +140,6 @@ class LargestPlace(LeavesOut):
         super().put(keys)
 
 
-class Logs(Queue):
-    """It logs what it has written."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("queue", self.queue.mean())
-        return loss
-
-
 class SaysThatItIsFull(Queue):
     """A flag of the whole batch's, which a micro-batch does not come to."""
 
@@ -207,7 +198,7 @@ def test_a_queue_is_read_and_written_as_by_the_whole_batch(kind: type[Queue], si
             assert getattr(split.root, name, None) == getattr(one.module, name, None)
 
 
-@pytest.mark.parametrize("kind", [ReadsAfterwards, PushedBefore, ReadsWhereFull, Logs])
+@pytest.mark.parametrize("kind", [ReadsAfterwards, PushedBefore, ReadsWhereFull])
 def test_a_queue_that_a_step_reads_after_it_wrote_is_warned_of(kind: type[Queue]) -> None:
     found = piped(seeded(kind), batch_of(6), 2, 2, as_one=True)
     assert found.splits[-1].doubts("training_step").states
