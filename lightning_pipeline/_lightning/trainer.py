@@ -162,9 +162,9 @@ def reduce_over(value: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor
     return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
 
 
-def gather_over(value: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
-    """Gather, with gradients on demand, as `LightningModule.all_gather` does. Since 1.9."""
-    return _all_gather_ddp_if_available(value, group=group, sync_grads=sync_grads)
+def gather_over(value: torch.Tensor, group: Any) -> torch.Tensor:
+    """Gather without gradients, as `LightningModule.all_gather` does. Since 1.9."""
+    return _all_gather_ddp_if_available(value, group=group)
 
 
 def set_rank_zero(global_rank: int) -> None:

@@ -7,7 +7,7 @@ from lightning_pipeline.ranks.collectives import Company, Failed, Outlet
 from lightning_pipeline.ranks.crash import write_crash
 from lightning_pipeline.ranks.edges import nccl_version
 from lightning_pipeline.ranks.failure import Failure, all_end_alike
-from lightning_pipeline.ranks.gradients import average_gradients, clip_by_norm, sum_shared
+from lightning_pipeline.ranks.gradients import average_gradients, clip_by_norm, gather_rows, sum_shared
 from lightning_pipeline.ranks.groups import Groups, Within
 from lightning_pipeline.ranks.lookout import Lookout, break_off, closed_peers
 from lightning_pipeline.ranks.mesh import Numbering, RankMap, fit_to_devices
@@ -38,6 +38,7 @@ __all__ = [
     "clip_by_norm",
     "closed_peers",
     "fit_to_devices",
+    "gather_rows",
     "nccl_version",
     "on_device",
     "reach_store",

@@ -1,6 +1,7 @@
-"""Gradients of several ranks: averaged over replicas, summed over stages, clipped by their norm."""
+"""Gradients of several ranks: averaged over replicas, summed over stages, clipped, led through a gather."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,53 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _PIECE_BYTES = 32 * 2**20
+
+
+class _Rows(torch.autograd.Function):
+    """What all ranks of a group have, stacked."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        value = value.contiguous()
+        rows = [torch.empty_like(value) for _ in range(group.size())]
+        dist.all_gather(rows, value, group=group)
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _OwnRow.apply(grads[0], ctx.group), None
+
+
+class _OwnRow(torch.autograd.Function):
+    """This rank's row of the sum over all ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = rows.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total[group.rank()]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Rows.apply(grads[0], ctx.group), None
+
+
+def gather_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather tensors of one shape from all ranks of a group, with gradients, also of these.
+
+    torch's own (`torch.distributed.nn.functional.all_gather`, 2.13) counts ranks over all processes in its
+    backward with gloo, and fails in a group of some of them.
+
+    Args:
+        value: This rank's.
+        group: The ranks; all of them go backward, too.
+
+    Returns:
+        The tensors, stacked in the order of ranks: (ranks, *value.shape).
+    """
+    return _Rows.apply(value, group)
 
 
 def average_gradients(

@@ -17,7 +17,7 @@ from lightning_pipeline.data import Feed, Position
 from lightning_pipeline.errors import ConfigurationError, NonFiniteError, SplitError, StageFailedError
 from lightning_pipeline.hooks import UncutBatch
 from lightning_pipeline.patching import all_undone
-from lightning_pipeline.ranks import Within
+from lightning_pipeline.ranks import Within, gather_rows
 from lightning_pipeline.run.batch import Batch
 from lightning_pipeline.run.held import Whole
 from lightning_pipeline.run.in_step import RanksInStep
@@ -147,7 +147,7 @@ class Pipeline:
         tensor = self.stages.complete(tensor)
         if group is None or group.size() == 1:
             return tensor
-        return _lightning.gather_over(tensor, group, sync_grads)
+        return gather_rows(tensor, group) if sync_grads else _lightning.gather_over(tensor, group)
 
     # The end
 

@@ -182,9 +182,20 @@ def test_metrics_that_a_step_by_hand_calls_are_those_of_one_device(ranks: Ranks)
         assert seen == pytest.approx(history, rel=1e-9)
 
 
-def replicated(pipeline: dict[str, Any] | None) -> Any:
+class Contrasts(Regression):
+    """Each sample's other is among those of all replicas, as SimCLR and CLIP gather them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = [nn.functional.normalize(self.net(one), dim=1) for one in (batch[0], batch[0] + 0.1)]
+        first, second = (self.all_gather(one, sync_grads=True).reshape(-1, one.shape[1]) for one in rows)
+        loss = nn.functional.cross_entropy(first @ second.T / 0.2, torch.arange(len(first)))
+        self.log("loss", loss)
+        return loss
+
+
+def replicated(pipeline: dict[str, Any] | None, kind: type[Regression]) -> Any:
     """Each replica has a half of a batch."""
-    module = Forces()
+    module = kind()
     options: dict[str, Any] = {"use_distributed_sampler": False}
     run = trainer({**pipeline, "step_timeout": 20} if pipeline else None, max_epochs=2, **options)
     rows = slice(None)
@@ -197,11 +208,12 @@ def replicated(pipeline: dict[str, Any] | None) -> Any:
     return weights(module), {}
 
 
-def test_replicas_average_their_gradients(ranks: Ranks) -> None:
+@pytest.mark.parametrize("kind", [Forces, Contrasts])
+def test_replicas_average_their_gradients(ranks: Ranks, kind: type[Regression]) -> None:
     assert all(len(batch[0]) == 8 for batch in list(loader())[:2])
-    expected = replicated(None)
+    expected = replicated(None, kind)
     pipeline = {"stages": 2, "data_parallel_size": 2, "whole_steps": True}
-    for found in ranks(4)(replicated, pipeline, group=False):
+    for found in ranks(4)(replicated, pipeline, kind, group=False):
         assert_same(found, expected)
 
 
