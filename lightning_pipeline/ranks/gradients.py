@@ -1,7 +1,7 @@
 """Gradients of several ranks: averaged over replicas, summed over stages, clipped, led through a gather."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _OwnRow.apply(grads[0], ctx.group), None
+        return _through(_OwnRow, grads[0], ctx.group), None
 
 
 class _OwnRow(torch.autograd.Function):
@@ -39,7 +39,7 @@ class _OwnRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Rows.apply(grads[0], ctx.group), None
+        return _through(_Rows, grads[0], ctx.group), None
 
 
 def gather_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -55,7 +55,11 @@ def gather_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         The tensors, stacked in the order of ranks: (ranks, *value.shape).
     """
-    return _Rows.apply(value, group)
+    return _through(_Rows, value, group)
+
+
+def _through(function: type[torch.autograd.Function], value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, function.apply(value, group))
 
 
 def average_gradients(
