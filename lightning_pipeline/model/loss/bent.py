@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pipeline.model.loss.events import Form, Seen, Share, Whole, grows, pairs, type_of
-from lightning_pipeline.model.loss.functions import ARITHMETIC, PLACES, SUMS, both, order_of
+from lightning_pipeline.model.loss.functions import ARITHMETIC, LIKE, PLACES, SUMS, both, order_of
 from lightning_pipeline.model.loss.reductions import LOSSES
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 
@@ -504,6 +504,7 @@ _OVER_ALL = frozenset((torch.pdist, F.pdist, F.batch_norm))
 _SUMMING = frozenset((*both("sum nansum mean count_nonzero"), *LOSSES))
 _ELSEWHERE = _SUMMING.union(
     PLACES,
+    LIKE,
     both(
         "dot vdot inner matmul mm mv __matmul__ einsum where new_zeros new_ones new_full new_empty new_tensor"
     ),

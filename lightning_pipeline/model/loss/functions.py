@@ -51,6 +51,8 @@ _POWERS = frozenset(both("pow __pow__"))
 _SQUARES = frozenset(both("square"))
 _TIMES = frozenset(both("mul multiply __mul__"))
 OF_FORM = frozenset(both("new_zeros new_ones zeros_like ones_like"))
+LIKE = frozenset(both("to type_as expand_as view_as reshape_as"))
+"""What takes of a second tensor nothing but its form."""
 AT_LEAST = frozenset(both("clamp clamp_ clamp_min clamp_min_"))
 
 

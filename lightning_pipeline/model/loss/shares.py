@@ -31,6 +31,7 @@ from lightning_pipeline.model.loss.functions import (
     AT_LEAST,
     IN_PLACE,
     JOINING,
+    LIKE,
     LINEAR,
     NORMS,
     NUMBERS,
@@ -166,6 +167,8 @@ class Shares:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function, and find the share of what it returns."""
+        if func in LIKE:  # such as `mask.type_as(loss)`, in which no loss is
+            args = (*args[:1], *(one.detach() if isinstance(one, Tensor) else one for one in args[1:]))
         result = self._shared(func, args, kwargs, run)
         if type(result) is bool:
             self.flags.append(result)
