@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.checkpoint import tell_of_folders
+from lightning_pipeline.checkpoint import make_folders_known
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Assumptions, Forecast
 from lightning_pipeline.hooks import of_stages
@@ -597,4 +597,4 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
 
 
 PipelineStrategy.register_strategies(StrategyRegistry)
-tell_of_folders()
+make_folders_known()

@@ -2,6 +2,7 @@
 
 from lightning_pipeline._lightning.alias import alias_pytorch_lightning, is_pytorch_lightning_apart
 from lightning_pipeline._lightning.building import checkpoint_without_state, configure_again
+from lightning_pipeline._lightning.cli import take_hyper_parameters_from
 from lightning_pipeline._lightning.compiled import Compile, compile_of, hide_compile_of, take_compile_from
 from lightning_pipeline._lightning.epochs import (
     after_epoch,
@@ -198,6 +199,7 @@ __all__ = [
     "sync_module_states",
     "syncs_batch_norm",
     "take_compile_from",
+    "take_hyper_parameters_from",
     "takes",
     "uploads_checkpoints",
     "validate_by_the_clock_of",

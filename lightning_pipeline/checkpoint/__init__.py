@@ -3,7 +3,7 @@
 from lightning_pipeline.checkpoint.after_run import first_holders, outside_a_run, save_whole
 from lightning_pipeline.checkpoint.consolidate import read_whole, to_file, to_safetensors, verify
 from lightning_pipeline.checkpoint.newest import newest_verified
-from lightning_pipeline.checkpoint.one_file import Put, load_from_checkpoint, tell_of_folders
+from lightning_pipeline.checkpoint.one_file import Put, load_from_checkpoint, make_folders_known
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, checkpoint_options, writes_one_file
 from lightning_pipeline.checkpoint.save import Part, write
@@ -17,11 +17,11 @@ __all__ = [
     "checkpoint_options",
     "first_holders",
     "load_from_checkpoint",
+    "make_folders_known",
     "newest_verified",
     "outside_a_run",
     "read_whole",
     "save_whole",
-    "tell_of_folders",
     "to_file",
     "to_safetensors",
     "verify",

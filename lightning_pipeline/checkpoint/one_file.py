@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint.consolidate import read_whole, to_file
-from lightning_pipeline.checkpoint.folder import Pace, beside, discard
+from lightning_pipeline.checkpoint.contents import read_meta
+from lightning_pipeline.checkpoint.folder import META, Pace, beside, discard
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.save import Part, write
 from lightning_pipeline.errors import CheckpointError
@@ -82,8 +83,12 @@ def load_from_checkpoint(
         return load(path, **kwargs)  # type: ignore[no-any-return]
 
 
-def tell_of_folders() -> None:
-    """Let `load_from_checkpoint` say what to call for a folder, where it would only say that it is one."""
+def make_folders_known() -> None:
+    """Let Lightning meet folders where it opens a checkpoint before there is a strategy.
+
+    `load_from_checkpoint` says what to call for one, where it would only say that it is a folder, and
+    LightningCLI takes the hyper-parameters of one.
+    """
 
     def refuse(folder: str) -> dict[str, Any]:
         raise CheckpointError(
@@ -93,3 +98,10 @@ def tell_of_folders() -> None:
         )
 
     _lightning.read_folders_by(refuse)
+    _lightning.take_hyper_parameters_from(_hyper_parameters_in)
+
+
+def _hyper_parameters_in(folder: str) -> dict[str, Any] | None:
+    if not (Path(folder) / META).is_file():
+        return None
+    return dict(read_meta(Path(folder), trust=False).get("hyper_parameters", {}))
