@@ -42,6 +42,7 @@ from lightning_pipeline.model.tensors.operations import (
 )
 from lightning_pipeline.model.tensors.placeholder import PlaceholderMode, alias
 from lightning_pipeline.model.tensors.restore import (
+    Looked,
     ModuleState,
     ObjectState,
     Versions,
@@ -101,6 +102,7 @@ __all__ = [
     "FormSeen",
     "Given",
     "Held",
+    "Looked",
     "ModuleState",
     "ObjectState",
     "Opaque",

@@ -286,24 +286,40 @@ def holds_tensor(value: Any) -> bool:
     return next(tensors_held(value), None) is not None
 
 
-def tensors_held(value: Any, depth: int = 3, most: int | None = None) -> Iterator[Tensor]:
+Looked = dict[tuple[int, int], tuple[Any, list[Tensor]]]
+"""What was looked into, by identity and depth: itself, so that it lives, and its tensors."""
+
+
+def tensors_held(
+    value: Any, depth: int = 3, most: int | None = None, looked: Looked | None = None
+) -> Iterator[Tensor]:
     """Every tensor in this value, in the containers and in the plain objects of it.
 
     Args:
         value: Anything.
         depth: How far down to go.
         most: Items of a container that is looked into; None: any number.
+        looked: Of a look at several values: what leads back to one that holds it, as the nodes of a
+            configuration do, is looked into once.
     """
     if isinstance(value, Tensor):
         yield value
-        return
+    elif looked is None or type(value) in _PLAIN:
+        yield from _tensors_below(value, depth, most, looked)
+    else:
+        key = id(value), depth
+        if key not in looked:
+            looked[key] = value, list(_tensors_below(value, depth, most, looked))
+        yield from looked[key][1]
+
+
+def _tensors_below(value: Any, depth: int, most: int | None, looked: Looked | None) -> Iterator[Tensor]:
     held = filled_by(value) if depth else None
     if held is None:
         yield from tensors_in(value)
-        return
-    if most is None or len(held) <= most:
+    elif most is None or len(held) <= most:
         for _, item in items_of(held):
-            yield from tensors_held(item, depth - 1, most)
+            yield from tensors_held(item, depth - 1, most, looked)
 
 
 class Versions:

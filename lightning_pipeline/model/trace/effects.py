@@ -18,6 +18,7 @@ from lightning_pipeline.model.places import (
     TensorOwner,
 )
 from lightning_pipeline.model.tensors import (
+    Looked,
     holds_tensor,
     is_placeholder,
     know_shared,
@@ -77,8 +78,9 @@ class EffectsSeen:
         self._stood, self._held, self._standing = {}, {}, {}
         known = list[Tensor]()
         stood = {}  # looked at before it is watched: to ask a tensor for its layout is to read it
+        looked: Looked = {}
         for place, value in self._around.standing():
-            for number, tensor in enumerate(tensors_held(value, most=_MOST_CARRIED)):
+            for number, tensor in enumerate(tensors_held(value, most=_MOST_CARRIED, looked=looked)):
                 stood[id(tensor)] = place.identity
                 self._standing[place.identity] = place
                 if not is_placeholder(tensor) and not tensor.is_meta and tensor.layout is torch.strided:
