@@ -91,6 +91,7 @@ class GlueRun:
         in_regions: Whether code ran under hooks on saved tensors, as activation checkpointing has them.
         draws: Whether code between units drew random numbers.
         described: On the last stage, how what units gave is put together.
+        is_done: Whether the stage has no more to do: what code calls on its way out concerns nobody.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class GlueRun:
     ) -> None:  # fmt: skip
         self._view, self._seeds = view, seeds
         self._returned, self._received = returned, received
-        self.inside = self.in_regions = self.draws = False
+        self.inside = self.in_regions = self.draws = self.is_done = False
         self.is_last = view.is_last
         self._drawing = self._in_operation = False
         self._error: SplitError | None = None
@@ -460,6 +461,8 @@ class _GlueFunctions(TorchFunctionMode):
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
         mixing = self._run.mixing
+        if self._run.is_done:  # such as the end of a `with torch.no_grad()` around the last unit
+            return func(*args, **kwargs)
         if mixing is None or func == _DEVICE or func in _STANDING:
             seen = self._run.follow is not None or func in _NOTED
             return (self._seen if seen else self._run.remembered.call)(func, args, kwargs)

@@ -60,7 +60,6 @@ class Replay(GlueRun):
         self._raw: dict[ValueKey, Tensor] = {}  # what goes out, as it was returned
         self._entries: list[Entry] = []
         self._places: dict[int, list[Any]] = {}  # of calls of units that are called several times
-        self._exited = False
         self._going_on = False  # after the stage's last call, for the effects of the rest of the step
         self.replayed = Replayed(None, None, [])
         if incoming is not None:
@@ -122,7 +121,7 @@ class Replay(GlueRun):
     def _explain(self, error: Exception) -> None:
         if self._error is not None and error is not self._error:
             raise self._error from error
-        if self._exited:
+        if self.is_done:
             raise SplitError(
                 f"{self._view.step} raised {type(error).__name__} after stage {self._view.index} was "
                 "done: a bare `except:` around the model's call swallowed what ends the step on this stage; "
@@ -130,7 +129,7 @@ class Replay(GlueRun):
             ) from error
 
     def _check_return(self, result: Any) -> None:
-        if self._exited:
+        if self.is_done:
             raise SplitError(
                 f"{self._view.step} went on after stage {self._view.index} was done: a bare `except:` "
                 "around the model's call swallowed what ends the step on this stage; catch Exception instead"
@@ -296,7 +295,7 @@ class Replay(GlueRun):
     def _later(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._own_left <= 0:
             if not self._view.goes_on:
-                self._exited = True
+                self.is_done = True
                 raise StageDone
             self._going_on = True
         traced = self._view.traced_output(unit, nth, self.microbatch)
@@ -319,9 +318,9 @@ class Replay(GlueRun):
     def end_after_own(self, unit: int, nth: int) -> None:
         """After a call: end the step here if it was the stage's last, and no later stage's unit ends it."""
         if not self._own_left:
-            self._exited = not self._view.goes_on
+            self.is_done = not self._view.goes_on
             self._going_on = self._view.goes_on
-            if self._exited:
+            if self.is_done:
                 raise StageDone
 
     def _reads_value(self, reason: str) -> BaseException:
@@ -330,7 +329,7 @@ class Replay(GlueRun):
             return StageDone()
         if self._own_left or self._view.is_last or self._view.goes_on:
             return super()._reads_value(reason)
-        self._exited = True
+        self.is_done = True
         return StageDone()
 
     def _other_path(self, what: str, line: str | None = None) -> SplitError:

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch.nn.functional import mse_loss, normalize
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.functional import r2_score
 
 from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, assert_same, loader, trainer, weights
 
@@ -157,6 +158,30 @@ def test_what_is_kept_and_logged_in_one_step_is_one_devices(number, kept, way):
     (seen, left), (expected, of_one) = found
     assert seen == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(*(sorted(one) if isinstance(one, set) else one for one in (left, of_one)))
+
+
+def r2(self, out, y):
+    """It writes values at the places of a mask."""
+    return r2_score(out[:, 0], y[:, 0])
+
+
+class ValidatesWithoutGradients(Logs):
+    def validation_step(self, batch, batch_idx):
+        with torch.no_grad():
+            out = self.net(batch[0])
+            self.log("val_number", self.number(self, out, batch[1]))
+
+
+def validated(pipeline):
+    run = trainer(pipeline, max_epochs=1)
+    run.fit(ValidatesWithoutGradients(r2), loader(samples=38), loader(seed=4))
+    return float(run.callback_metrics["val_number"])
+
+
+def test_what_surrounds_the_layers_ends_on_each_stage(ranks):
+    """The end of `with torch.no_grad()` comes on the way out of a stage that has no more to do."""
+    expected = pytest.approx(validated(None), rel=1e-6)
+    assert ranks(2)(validated, {"stages": 2, "num_microbatches": 2}, group=False) == [expected] * 2
 
 
 def over_ranks(pipeline):
