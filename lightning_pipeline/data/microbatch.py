@@ -17,9 +17,11 @@ from lightning_pipeline.data.samples import (
     Loaded,
     Samples,
     are_samples,
+    arrays_apart,
     arrays_in,
+    attributes_of,
     has_samples,
-    items_of,
+    parts_of,
     samples_of,
 )
 from lightning_pipeline.errors import ConfigurationError
@@ -39,9 +41,10 @@ def split_batch(
 
     Every tensor whose first dimension is the batch's is split, and every list of that length with an item for
     each sample (see `are_samples`), tuples too where collating has put samples into them, such as texts.
-    Mappings of any class, tuples, lists, named tuples and dataclasses are walked through. Everything else is
-    handed to all micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask,
-    strings, numbers, other objects. A shared tensor whose length happens to be the batch's is split too:
+    Mappings of any class, tuples, lists, named tuples and dataclasses are walked through, and objects of
+    other classes whose tensors have as many rows each (see `attributes_of`). Everything else is handed to
+    all micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask, strings,
+    numbers, other objects. A shared tensor whose length happens to be the batch's is split too:
     override then. A batch with nothing to split, such as a number or None, is one micro-batch.
 
     Args:
@@ -138,11 +141,11 @@ class SharedPlaces:
     def _kept(self, value: Any, part: Any, name: str) -> Any:
         if isinstance(value, Tensor | np.ndarray):
             return value if name in self._names else part
-        own = items_of(part)
-        if not own or len(own) != len(items_of(value)):
+        own = parts_of(part)
+        if not own or len(own) != len(parts_of(value)):
             return part
         keys = list(value) if isinstance(value, Mapping) else range(len(own))
-        found = zip(keys, items_of(value), own, strict=True)
+        found = zip(keys, parts_of(value), own, strict=True)
         made = [self._kept(item, of_part, f"{name}[{key!r}]") for key, item, of_part in found]
         if all(mine is before for mine, before in zip(made, own, strict=True)):
             return part
@@ -151,18 +154,23 @@ class SharedPlaces:
 
 
 def _places(value: Any, part: Any, name: str) -> Iterator[Cut]:
-    """Tensors and arrays with a dimension, in order; a list that was cut is one place."""
+    """Tensors and arrays with a dimension, in order, also of objects that are not looked into.
+
+    A list that was cut is one place.
+    """
     if isinstance(value, Tensor | np.ndarray):
         if value.ndim:
             yield Cut(name, tuple(value.shape), tuple(part.shape))
         return
-    items, own = items_of(value), items_of(part)
+    items, own = parts_of(value), parts_of(part)
     if len(items) != len(own):
         yield Cut(name, (len(items),), (len(own),))
         return
     keys = list(value) if isinstance(value, Mapping) else range(len(items))
     for key, item, of_part in zip(keys, items, own, strict=True):
         yield from _places(item, of_part, f"{name}[{key!r}]")
+    for place, array in () if items else arrays_apart(value, name):
+        yield Cut(place, tuple(array.shape), tuple(array.shape))
 
 
 def _size_or_one(batch: Any, loaded: Loaded | None) -> int:
@@ -213,6 +221,11 @@ def rebuilt(value: Any, change: Callable[[Any, Any], Any]) -> Any:
         for field in dataclasses.fields(value):
             object.__setattr__(result, field.name, change(getattr(value, field.name), field.name))
         return result
+    if (attributes := attributes_of(value)) is not None:
+        result = copy.copy(value)
+        for name, item in attributes.items():
+            object.__setattr__(result, name, change(item, name))
+        return result
     return value
 
 
@@ -243,7 +256,7 @@ def _leaf_signature(value: Any) -> Hashable:
         return type(value).__name__, 0
     if isinstance(value, Mapping):
         return tuple((str(key), _leaf_signature(item)) for key, item in value.items())
-    items = items_of(value)
+    items = parts_of(value)
     if items and any(True for _ in arrays_in(value)):
         return type(value).__name__, *(_leaf_signature(item) for item in items)
     return type(value).__name__, len(items)

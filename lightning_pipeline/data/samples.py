@@ -12,11 +12,14 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_pipeline.errors import ConfigurationError
 
 Array = Tensor | np.ndarray[Any, Any]
+_LIBRARIES = frozenset({"builtins", "collections", "numpy", "pandas", "torch", "torchmetrics", "lightning"})
+_PLAIN = (bool, int, float, complex, str, bytes, Tensor, np.ndarray, torch.device, torch.dtype, torch.Size)
 OVERRIDE = "override `split_batch(batch, num_microbatches)` on the LightningModule"
 
 
@@ -137,7 +140,7 @@ def _explained(batch: Any, length: int, *, top: bool = True) -> int:
         return int(batch.ndim > 0 and batch.shape[0] == length)
     if not top and is_list(batch) and len(batch) == length and are_alike(batch):
         return sum(1 for _ in arrays_in(batch))
-    return sum(_explained(item, length, top=False) for item in items_of(batch))
+    return sum(_explained(item, length, top=False) for item in parts_of(batch))
 
 
 def _is_shown(batch: Any, lists: Sequence[Any], stacked: set[int], length: int) -> bool:
@@ -178,9 +181,9 @@ def _most_common(batch: Any, loaded: Loaded | None) -> int:
 
 def _are_batches(batch: Any) -> bool:
     """Whether these are batches of several loaders, each of its own size."""
-    parts = items_of(batch)
+    parts = parts_of(batch)
     return len(parts) > 1 and all(
-        bool(items_of(part)) and len({array.shape[0] for array in arrays_in(part)}) == 1 for part in parts
+        bool(parts_of(part)) and len({array.shape[0] for array in arrays_in(part)}) == 1 for part in parts
     )
 
 
@@ -260,7 +263,7 @@ def is_list(value: Any) -> bool:
 def _are_single(values: Sequence[Any]) -> bool:
     """Whether items are samples as a data set gives them, with numbers that collating makes tensors of."""
     containers = all(is_list(item) or _is_object(item) for item in values) and are_alike(values)
-    return containers and len(values) > 0 and all(any(map(_is_number, items_of(item))) for item in values)
+    return containers and len(values) > 0 and all(any(map(_is_number, parts_of(item))) for item in values)
 
 
 def _is_number(value: Any) -> bool:
@@ -284,7 +287,7 @@ def are_alike(values: Sequence[Any]) -> bool:
 def _kind(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return type(value), value.dtype, value.ndim
-    return type(value), None if isinstance(value, Mapping) else len(items_of(value))
+    return type(value), None if isinstance(value, Mapping) else len(parts_of(value))
 
 
 def _is_empty(value: Any) -> bool:
@@ -298,7 +301,7 @@ def _stacked(value: Any, *, top: bool) -> Iterator[Array]:
         if value.ndim:
             yield value
     elif top or not is_list(value):
-        for item in items_of(value):
+        for item in parts_of(value):
             yield from _stacked(item, top=False)
 
 
@@ -307,7 +310,7 @@ def _lists(value: Any, *, top: bool = True) -> Iterator[Any]:
     if not top and is_list(value) and len(value):
         yield value
         return
-    for item in items_of(value):
+    for item in parts_of(value):
         yield from _lists(item, top=False)
 
 
@@ -321,14 +324,14 @@ def arrays_in(value: Any) -> Iterator[Array]:
         if value.ndim:
             yield value
         return
-    for item in items_of(value):
+    for item in parts_of(value):
         yield from arrays_in(item)
 
 
 def _list_lengths(value: Any) -> Iterator[int]:
     if isinstance(value, list):
         yield len(value)
-    for item in items_of(value):
+    for item in parts_of(value):
         yield from _list_lengths(item)
 
 
@@ -341,3 +344,56 @@ def items_of(value: Any) -> list[Any]:
     if _is_object(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return []
+
+
+def parts_of(value: Any) -> list[Any]:
+    """The same of a batch, with what an object of the user's own class holds; see `attributes_of`."""
+    return items_of(value) or list((attributes_of(value) or {}).values())
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """What an object of a class of the user's holds, if that is a batch: its tensors have as many rows each.
+
+    Such are a padded batch with its lengths, and images with their mask. A graph has rows of nodes and of
+    edges, and is not looked into. Nor is what holds other objects.
+
+    Args:
+        value: Anything.
+    """
+    own = _dictionary_of(value)
+    if own is None or not all(map(_is_plain, own.values())):
+        return None
+    return own if len({array.shape[0] for item in own.values() for array in arrays_in(item)}) == 1 else None
+
+
+def arrays_apart(value: Any, name: str, depth: int = 3) -> Iterator[tuple[str, Array]]:
+    """Tensors of an object that is not looked into, such as a graph, with their names.
+
+    Args:
+        value: The object.
+        name: Its own.
+        depth: How far down to go.
+    """
+    own = value if isinstance(value, dict) else _dictionary_of(value)
+    for key, item in (own or {}).items():
+        inner = f"{name}[{key!r}]" if isinstance(value, dict) else f"{name}.{key}"
+        if isinstance(item, Tensor | np.ndarray):
+            if item.ndim:
+                yield inner, item
+        elif depth:
+            yield from arrays_apart(item, inner, depth - 1)
+
+
+def _dictionary_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object of a class that is the user's and that nobody calls."""
+    if type(value).__module__.partition(".")[0] in _LIBRARIES or isinstance(value, type) or callable(value):
+        return None
+    own = getattr(value, "__dict__", None)
+    return own if type(own) is dict else None
+
+
+def _is_plain(value: Any, depth: int = 2) -> bool:
+    """Whether a value is an array, number or text, or a list or dictionary of such."""
+    if isinstance(value, list | tuple | dict) and depth:
+        return all(_is_plain(item, depth - 1) for item in items_of(value))
+    return value is None or isinstance(value, _PLAIN)
