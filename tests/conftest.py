@@ -27,6 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the rows that `make test` leaves out, before `-m` looks at marks."""
     whole.mark(items, only_some=any("::" in argument for argument in config.args))
     lanes.check_quiet(items)
+    items[:] = whole.in_turn(items)
+
+
+def pytest_runtest_setup() -> None:
+    """Leave out what comes when the time is over that CI has."""
+    whole.leave_out_late()
 
 
 def pytest_collection_finish() -> None:

@@ -2,16 +2,19 @@
 
 Of a test with rows, in the folders of `ONE_ROW`, `make test` runs the last row: the one that was added last, of most
 stages and micro-batches where a matrix goes upwards. `LATER` names tests that take a worker more than some two seconds
-and have quicker ones beside them. What CI runs leaves out neither.
+and have quicker ones beside them. What CI runs leaves out neither, as long as its time lasts (`UNTIL`).
 """
 
 import os
+import time
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import pytest
 
 WHOLE = os.environ.get("WHOLE") == "1"  # set by `make test-rest` and `make test-whole`
+UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))  # seconds since 1970, set by .ci/run
 ONE_ROW = (
     "tests/faults/",
     "tests/ranks/",
@@ -238,6 +241,19 @@ def mark(items: Sequence[pytest.Item], only_some: bool) -> None:
         test = _test_of(item)
         if test in LATER or (test.startswith(ONE_ROW) and last.get(test) is not item):
             item.add_marker(pytest.mark.whole)
+
+
+def in_turn(items: Sequence[pytest.Item], until: float = UNTIL) -> list[pytest.Item]:
+    """Where the time ends, file by file, beginning with another one each day: none is always the last."""
+    files = [list(group) for _, group in groupby(items, lambda item: item.nodeid.partition("::")[0])]
+    begin = 0 if until == float("inf") or not files else 31 * int(until // 86_400) % len(files)
+    return [item for file in [*files[begin:], *files[:begin]] for item in file]
+
+
+def leave_out_late(until: float = UNTIL) -> None:
+    """Before a test: leave it out where no time is left for it."""
+    if time.time() > until:
+        pytest.skip("the time that CI has for `make test-rest` is over; run it without TESTS_UNTIL")
 
 
 def _test_of(item: pytest.Item) -> str:

@@ -1,5 +1,6 @@
 """`make test` leaves out all rows but the last, and what is named; `make test-rest` runs exactly what it leaves out."""
 
+import time
 from typing import Any
 
 import pytest
@@ -44,3 +45,19 @@ def test_all_rows_of_what_takes_long_are_left_out_and_a_name_that_is_none_is_tol
     with pytest.raises(pytest.UsageError, match="tests that are none: .*test_in_a_fresh_process"):
         left_out(Collected("tests/unit/test_imports.py::test_else"), only_some=False)
     assert left_out(Collected("tests/unit/test_imports.py::test_else")) == []
+
+
+def test_where_time_ends_another_file_is_the_first_each_day() -> None:
+    items: Any = [Collected(f"tests/test_{file}.py::test_{number}") for file in "abc" for number in "12"]
+    names = [item.nodeid for item in items]
+    assert [item.nodeid for item in whole.in_turn(items)] == names
+    days = [[item.nodeid for item in whole.in_turn(items, 86_400.0 * day)] for day in range(3)]
+    assert {day[0] for day in days} == {names[0], names[2], names[4]}
+    assert all(sorted(day) == sorted(names) for day in days)
+    assert whole.in_turn([], 1.0) == []
+
+
+def test_what_comes_late_is_left_out_and_says_why() -> None:
+    whole.leave_out_late(time.time() + 60)
+    with pytest.raises(pytest.skip.Exception, match="the time that CI has"):
+        whole.leave_out_late(time.time() - 1)
