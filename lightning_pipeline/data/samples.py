@@ -140,7 +140,7 @@ def _explained(batch: Any, length: int, *, top: bool = True) -> int:
         return int(batch.ndim > 0 and batch.shape[0] == length)
     if not top and is_list(batch) and len(batch) == length and are_alike(batch):
         return sum(1 for _ in arrays_in(batch))
-    return sum(_explained(item, length, top=False) for item in parts_of(batch))
+    return sum(_explained(item, length, top=False) for item in _telling(batch))
 
 
 def _is_shown(batch: Any, lists: Sequence[Any], stacked: set[int], length: int) -> bool:
@@ -301,7 +301,7 @@ def _stacked(value: Any, *, top: bool) -> Iterator[Array]:
         if value.ndim:
             yield value
     elif top or not is_list(value):
-        for item in parts_of(value):
+        for item in _telling(value):
             yield from _stacked(item, top=False)
 
 
@@ -324,7 +324,7 @@ def arrays_in(value: Any) -> Iterator[Array]:
         if value.ndim:
             yield value
         return
-    for item in parts_of(value):
+    for item in _telling(value):
         yield from arrays_in(item)
 
 
@@ -349,6 +349,16 @@ def items_of(value: Any) -> list[Any]:
 def parts_of(value: Any) -> list[Any]:
     """The same of a batch, with what an object of the user's own class holds; see `attributes_of`."""
     return items_of(value) or list((attributes_of(value) or {}).values())
+
+
+def _telling(value: Any) -> list[Any]:
+    """What says how many samples there are: not objects of one class in a list, of which each has one."""
+    parts = parts_of(value)
+    if not is_list(value):
+        return parts
+    classes = Counter(type(part) for part in parts if not items_of(part) and _dictionary_of(part) is not None)
+    most = 1 if isinstance(value, list) else 2  # texts of two languages, both padded
+    return [part for part in parts if classes[type(part)] <= most]
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

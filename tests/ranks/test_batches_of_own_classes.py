@@ -130,6 +130,27 @@ def test_a_graph_is_not_cut_by_rows() -> None:
     assert [place.name for place in whole] == ["batch[0].nodes", "batch[0].edges", "batch[0].y"]
 
 
+class Boxes:
+    """What is in one image, by rows; the last two numbers are its size."""
+
+    def __init__(self, number: int) -> None:
+        self.boxes, self.size = torch.zeros(number, 4), torch.tensor([8, 8])
+
+
+@pytest.mark.parametrize("numbers", [(2, 2, 3, 2), (4, 4, 4, 4), (1, 2, 3, 4), (2, 3, 5, 6)])
+def test_objects_that_each_sample_has_are_cut_by_items(numbers: tuple[int, ...]) -> None:
+    batch = torch.zeros(4, 3, 8, 8), list(map(Boxes, numbers))
+    parts = [part for part, size in split_batch(batch, 2) if size == 2]
+    assert [len(images) for images, _ in parts] == [2, 2]
+    assert [one for _, boxes in parts for one in boxes] == batch[1]
+
+
+def test_objects_of_one_class_for_two_languages_are_both_cut() -> None:
+    batch = padded(samples()[:4])[0], padded(samples()[4:8])[0]
+    parts = [part for part, _ in split_batch(batch, 2)]
+    assert [[len(one.values) for one in part] for part in parts] == [[2, 2], [2, 2]]
+
+
 def test_the_object_of_the_batch_stays_as_it_is() -> None:
     batch = padded(samples()[:4])
     (first, _), (second, _) = (part for part, _ in split_batch(batch, 2))

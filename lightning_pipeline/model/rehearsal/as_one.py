@@ -129,6 +129,7 @@ class ToldAsOne:
     Attributes:
         each: Steps of which each batch is looked at.
         missed: Steps of which some batch was not.
+        kept: Steps that log what they have written, of which the batch as one alone tells the numbers.
         is_filled: Whether values were made up for micro-batches of the last one, which took another way.
         epoch: The epoch that runs.
     """
@@ -141,13 +142,18 @@ class ToldAsOne:
     ) -> None:  # fmt: skip
         self._root, self._told, self._patches, self._apart, self._quiet = root, told, patches, apart, quiet
         self._torn = torn
-        self.each, self.missed, self.is_filled = set[str](), set[str](), False
+        self.each, self.missed, self.kept, self.is_filled = set[str](), set[str](), set[str](), False
         self.epoch = 0
         self._batches: Counter[str] = Counter()
         self._epochs: dict[str, int] = {}  # of which a batch was looked at
         self._sizes: dict[str, set[tuple[int, ...]]] = {}
         self._kept: tuple[Step, StepState | None, Gathered] | None = None
         self._is_cut = False
+
+    def know(self, kept: Collection[str]) -> None:
+        """Steps that log what they have written: each of their batches is looked at."""
+        self.kept.update(kept)
+        self.each.update(kept)
 
     def begin(
         self, step: Step, state: StepState | None, whole: Microbatch, sizes: Sequence[int],

@@ -378,7 +378,7 @@ class SplitModel(OutsideSteps):
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             with self._guards.lifted():
                 self._divisors.follow(self._step, whole)
-            self.as_one.each |= self._left_behind.told_at_end
+            self.as_one.know(self._left_behind.told_at_end)
             self.as_one.begin(self._step, self._state, whole[0], sizes, as_one)
             if self._state is not None:
                 self._state.start_again()

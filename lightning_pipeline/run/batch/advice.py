@@ -287,6 +287,16 @@ class Advice:
                 "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end",
             )
 
+    def of_kept(self) -> None:
+        """The step logs what it has written, and the batch was not looked at as one."""
+        self.say(
+            ("kept", self._step),
+            f"{self._step} logs what it has written before for each of {self._number} micro-batches, and "
+            "could not be run once more for the batch as one, which has another number there: what is logged "
+            "is put together from the micro-batches. Log it in on_train_batch_end, which sees what the batch "
+            "leaves",
+        )
+
     def _mixes(self, lines: Mapping[str, str]) -> str:
         places = ", ".join(f"{name} at {line}" for line, name in lines.items())
         return (

@@ -332,6 +332,8 @@ class Batch:
         if split.told.calls.held:
             split.as_one.each.add(self.step)
             split.release_metrics(is_sure=found.is_sure)
+        if self.step in split.as_one.kept and not found.is_sure:
+            self.advice.of_kept()
         numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
