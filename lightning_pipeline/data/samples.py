@@ -347,7 +347,7 @@ def items_of(value: Any) -> list[Any]:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """The same of a batch, with what an object of the user's own class holds; see `attributes_of`."""
+    """What stands in a container, or in a batch that is an object of the user's own class."""
     return items_of(value) or list((attributes_of(value) or {}).values())
 
 

@@ -1,7 +1,6 @@
 """What a step keeps in attributes is after a batch what one device has, whatever the micro-batches."""
 
 import itertools
-import warnings
 from collections import deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -192,14 +191,9 @@ def test_what_the_step_reads_again_is_that_of_the_batch_as_one(ranks: Ranks) -> 
         assert found["again"] == pytest.approx(expected["again"])
 
 
-def test_what_is_logged_of_it_is_warned_of_where_the_batch_is_not_looked_at(ranks: Ranks) -> None:
-    expected = logs_of(None, Takes)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = logs_of({"stages": 1, "num_microbatches": 2}, Takes)
-    assert any("training_step logs what it has written before" in str(one.message) for one in told)
-    for one in (found, *ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Takes)):
-        assert one["odd"] == pytest.approx(expected["odd"])
+def test_what_cannot_be_merged_is_refused_when_it_is_read(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="attribute 'odd' of the LightningModule is set by training_step"):
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Takes)
 
 
 class Confusion(Regression):

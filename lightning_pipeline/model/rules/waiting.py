@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.places import Replayed
 from lightning_pipeline.model.rules.made_up import Observed
 from lightning_pipeline.model.rules.runs import Question, Runs, is_whole, values_for
 from lightning_pipeline.model.rules.values import equal
 from lightning_pipeline.model.tensors import ModuleState, is_placeholder
+from lightning_pipeline.model.trace import Trace
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ def waiting(run: Runs, question: Question, labels: Collection[str], left: Mappin
     It may where micro-batches that all read what the batch found compute what the batch as one does: now,
     with what one batch leaves, and where numbers are at or before the length of a tensor, such as the place
     in a queue; and where nothing depends on outputs of units that the last stage does not have. What they
-    log is the batch's where each batch is looked at as one.
+    log is the batch's where each batch is looked at as one; where none is, it has to be theirs, too.
 
     Args:
         run: Runs the step.
@@ -72,6 +74,8 @@ def waiting(run: Runs, question: Question, labels: Collection[str], left: Mappin
             if not _is_whole(seen, question):
                 return Wait(False, is_read=True)
             is_told |= not _is_whole(told, question)
+            if is_told and _is_never_looked_at(question.whole[1]):
+                return Wait(False, is_read=True)
             if not number:
                 again = run([(parts[2][0], values[2].but(question.given or ()))])
                 if not all(equal(found[label], again[label]) for label in labels):
@@ -79,6 +83,11 @@ def waiting(run: Runs, question: Question, labels: Collection[str], left: Mappin
     finally:
         run.listens = None
     return Wait(True, is_told=is_told)
+
+
+def _is_never_looked_at(trace: Trace) -> bool:
+    """Whether no batch is looked at as one: the step takes from an iterator, or changes what units do."""
+    return trace.is_shared or any(isinstance(effect.place.get(), Replayed) for effect in trace.effects)
 
 
 def _is_whole(seen: Sequence[Observed], question: Question) -> bool:

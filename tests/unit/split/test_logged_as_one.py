@@ -160,6 +160,15 @@ def test_what_is_kept_and_logged_in_one_step_is_one_devices(number, kept, way):
     torch.testing.assert_close(*(sorted(one) if isinstance(one, set) else one for one in (left, of_one)))
 
 
+def test_what_is_kept_and_logged_is_warned_of_where_the_batch_is_too_large_for_a_look(monkeypatch):
+    monkeypatch.setattr("lightning_pipeline.model.rehearsal.as_one._LARGEST", -1)
+    run = trainer(WAYS["two"], max_epochs=1, limit_val_batches=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(LogsWhatItKeeps(seen_most, Counter), loader(), loader(seed=4))
+    assert any("training_step logs what it has written before" in str(one.message) for one in told)
+
+
 def r2(self, out, y):
     """It writes values at the places of a mask."""
     return r2_score(out[:, 0], y[:, 0])
