@@ -33,13 +33,21 @@ class Beside:
             "fit_loop.epoch_loop.": trainer.fit_loop.epoch_loop,
         }
         self._settings = [SettingsOwner(vars(one), f"trainer.{name}") for name, one in loops.items()]
+        self._lists = [ListsOwner(vars(trainer), "trainer.")]
 
     def owners(self) -> list[Owner]:
         """All of them, as they are now."""
         if self._code is None:
             self._code = code_of(self._trainer.lightning_module)
         objects, optimizers = list(objects_beside(self._trainer)), list(_optimizers(self._trainer))
-        return [*objects, *optimizers, *owners_in_code(self._code), *self._progress, *self._settings]
+        return [
+            *objects,
+            *optimizers,
+            *owners_in_code(self._code),
+            *self._progress,
+            *self._settings,
+            *self._lists,
+        ]
 
 
 class SettingsOwner(Owner):
@@ -52,6 +60,22 @@ class SettingsOwner(Owner):
             for name, value in self._entries.items()
             if isinstance(value, bool | int | float | str | None) and not name.startswith("_")
         }
+
+
+class ListsOwner(Owner):
+    """Lists among the attributes of a trainer, such as its callbacks: put back, not looked at for changes."""
+
+    def read(self) -> Mapping[Any, Any]:
+        """All of them."""
+        return {name: value for name, value in self._entries.items() if type(value) is list}
+
+    def watches(self, key: Any) -> bool:
+        """Whether a change of it counts."""
+        return False
+
+    def keeps(self, key: Any) -> bool:
+        """Whether it is put back."""
+        return True
 
 
 def objects_beside(trainer: Trainer) -> Iterator[Owner]:

@@ -107,6 +107,36 @@ def test_the_trainers_callbacks_are_the_users(ranks: Ranks, options: dict[str, i
         assert found == (names, steps // replicas)
 
 
+class ClearsWhereNothingIsWrong(FindsItsCallbacks):
+    """As disent's frameworks, which end a run that has gone astray: runs ahead of a batch look into it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        try:
+            loss = super().training_step(batch, batch_idx)
+            if loss > 1e20:
+                raise ValueError("out of bounds")
+        except Exception:
+            self.trainer.callbacks.clear()  # type: ignore[attr-defined]
+            raise
+        if loss > 1e20:
+            self.trainer.callbacks.pop()  # type: ignore[attr-defined]
+        return loss
+
+
+def callbacks_left(pipeline: dict[str, Any] | None) -> Any:
+    module, counts = ClearsWhereNothingIsWrong(), Counts()
+    run = trainer(pipeline, callbacks=[counts])
+    run.fit(module, loader(32))
+    return [type(one).__name__ for one in run.callbacks], counts.steps  # type: ignore[attr-defined]
+
+
+def test_a_branch_that_is_not_taken_leaves_the_callbacks(ranks: Ranks) -> None:
+    expected = callbacks_left(None)
+    assert "Counts" in expected[0]
+    for found in ranks(2)(callbacks_left, TWO):
+        assert found == expected
+
+
 class StopsItself(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 1:

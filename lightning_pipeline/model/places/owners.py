@@ -86,6 +86,10 @@ class Owner:
         """Whether a change of it counts."""
         return key not in self._but
 
+    def keeps(self, key: Any) -> bool:
+        """Whether it is put back after runs of a step that one device does not make."""
+        return self.watches(key)
+
 
 class Numbers(Owner):
     """Entries that a step may decide by, which are not looked at for changes.

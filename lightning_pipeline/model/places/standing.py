@@ -332,7 +332,7 @@ class Standing:
 
     def __init__(self, owners: Iterable[Owner]) -> None:
         self._kept = [
-            (owner, {key: Kept.of(value) for key, value in owner.read().items() if owner.watches(key)})
+            (owner, {key: Kept.of(value) for key, value in owner.read().items() if owner.keeps(key)})
             for owner in owners
             if not isinstance(owner, Numbers)
         ]
@@ -341,7 +341,7 @@ class Standing:
         """Put it back."""
         for owner, kept in self._kept:
             now = dict(owner.read())
-            for key in [key for key in now if key not in kept and owner.watches(key)]:
+            for key in [key for key in now if key not in kept and owner.keeps(key)]:
                 owner.write(key, MISSING)
             for key, value in kept.items():
                 if type(value.value) not in _HAVE_NOTHING_INSIDE or now.get(key, MISSING) is not value.value:
