@@ -74,6 +74,31 @@ def given(value: Any) -> Any:
     return type_of(value)(map(given, value)) if isinstance(value, list | tuple) else value
 
 
+def are_close(mine: Any, theirs: Any) -> bool:
+    """Whether two calls give a metric the same but for rounding."""
+    if isinstance(mine, Tensor) or isinstance(theirs, Tensor):
+        one, other = torch.as_tensor(mine), torch.as_tensor(theirs)
+        if one.shape != other.shape or one.device != other.device:
+            return False
+        if not (one.is_floating_point() or one.is_complex()):
+            return bool(torch.equal(one, other))
+        rough = max(torch.finfo(one.dtype).eps, torch.finfo(other.dtype).eps)
+        scale = float(one.detach().abs().nan_to_num(posinf=0.0).max()) if one.numel() else 0.0
+        found = torch.allclose(
+            one.double(), other.double(), rtol=rough**0.6, atol=rough**0.75 * scale, equal_nan=True
+        )
+        return bool(found)
+    if isinstance(mine, dict):
+        same_keys = isinstance(theirs, dict) and mine.keys() == theirs.keys()
+        return same_keys and all(are_close(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, list | tuple):
+        paired = isinstance(theirs, list | tuple) and len(mine) == len(theirs)
+        return paired and all(map(are_close, mine, theirs))
+    if isinstance(mine, float) and isinstance(theirs, int | float):
+        return math.isclose(mine, theirs, rel_tol=1e-5, abs_tol=1e-9) or (mine != mine and theirs != theirs)
+    return bool(mine == theirs)
+
+
 def way_of(values: Sequence[Any], whole: Any, sizes: Sequence[int]) -> Way:
     """How values of micro-batches make the batch's.
 

@@ -20,12 +20,14 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf
 from lightning_pipeline.model.loss.follower import Part
-from lightning_pipeline.model.loss.metric_arguments import Way, given, join, kept, way_of
+from lightning_pipeline.model.loss.metric_arguments import Way, are_close, given, join, kept, way_of
 from lightning_pipeline.model.loss.metric_objects import (
     METHODS,
     AnyMetric,
     copy_of,
     goes_by_call,
+    put_back_state,
+    state_of,
     sums_samples,
 )
 from lightning_pipeline.model.tensors import flatten, map_tensors, same_values, tensors_in
@@ -34,6 +36,10 @@ from lightning_pipeline.patching import patched
 _OPEN = (
     "numbers in {} that differ between micro-batches, and of which it cannot be said what they would be for "
     "the batch as a whole, so that their mean by samples is taken: give it values for each sample"
+)
+_OTHERWISE = (
+    "something else by {} for the batch as one than for its micro-batches, such as where a number of samples "
+    "decides whether it is called, and not all of that is known here: call it for any number of samples"
 )
 _OF_ALL = (
     "values of samples in {} in which a number of all of them stands, and each micro-batch has its own: give "
@@ -56,6 +62,8 @@ class _Line:
         self.calls: list[list[_Call]] = []
         self.answers: list[Any] = []
         self.counts: Counter[int] = Counter()
+        self.before: Any = None  # what the metric held before the batch, where that may have to be put back
+        self.is_read = False  # whether an answer was asked for
 
     @property
     def waits(self) -> bool:
@@ -77,7 +85,9 @@ class MetricCalls:
         is_of_all: Whether a tensor has a value for each sample in which a number of all of them is.
 
     Attributes:
-        held: Metrics that were given such values by updates: the batch as one has what they are given.
+        held: Metrics that wait for what the batch as one gives them: of updates, where that is looked at,
+            and of all that were given such values.
+        looks: Whether the batch is looked at as one.
     """
 
     def __init__(
@@ -86,8 +96,9 @@ class MetricCalls:
     ) -> None:  # fmt: skip
         self._follow, self._watch, self._is_of_all = part, watch, is_of_all
         self._of_all: set[tuple[str, int]] = set()
-        self._as_one: dict[tuple[float, int], list[tuple[str, Any]]] = {}
+        self._as_one: dict[float, dict[int, list[tuple[str, Any]]]] = {}
         self.held: dict[int, _Line] = {}
+        self.looks, self._metrics = False, dict[int, AnyMetric]()
         self._step, self._sizes = "", list[int]()
         self._microbatch: Callable[[], int] = int
         self._running = 0
@@ -119,7 +130,9 @@ class MetricCalls:
             microbatch: Which of them runs.
         """
         self._step, self._sizes, self._microbatch = step, list(sizes), microbatch
-        self._answers, self._as_one, self.held = {}, {}, {}
+        self._answers, self._as_one, self.held, self.looks = {}, {}, {}, False
+        self._lines, self._of_whole = {}, {}
+        self._metrics = {id(metric): metric for metric in metrics}
         self._originals = {id(m): {name: getattr(m, name) for name in METHODS} for m in metrics}
         with ExitStack() as stack:
             for metric in metrics:
@@ -128,7 +141,9 @@ class MetricCalls:
             try:
                 yield
             finally:
-                self._lines, self._values, self._of_whole, self._originals = {}, {}, {}, {}
+                self._values, self._originals = {}, {}
+                if not (self.held or self.looks):
+                    self._lines, self._of_whole = {}, {}
 
     @contextmanager
     def of_whole(
@@ -175,14 +190,18 @@ class MetricCalls:
         """All micro-batches have run: let the metrics have what was kept."""
         self._values.clear()
         for line in list(self._lines.values()):
-            of_all = (self._step, id(line.metric)) in self._of_all
-            if of_all and line.waits:
+            of_all = self._is_given_of_all(line.metric)
+            if (of_all or self.looks) and line.waits:
                 self.held[id(line.metric)] = line
             elif line.calls:
                 if of_all:
                     self._doubt(line.metric, _OF_ALL)
+                line.before = state_of(line.metric) if self.looks else None
                 self._answer(line, len(line.calls) - 1)
         self._answers = {place: line.answers for place, line in self._lines.items()}
+
+    def _is_given_of_all(self, metric: AnyMetric) -> bool:
+        return (self._step, id(metric)) in self._of_all
 
     def as_one(self, run: float, metric: AnyMetric, method: str, arguments: Any) -> None:
         """A run of the step for the batch as one gives this to a metric.
@@ -193,26 +212,88 @@ class MetricCalls:
             method: Of it.
             arguments: What that is given.
         """
-        if id(metric) in self.held:
+        if self.looks or id(metric) in self.held:
             own = map_tensors(lambda tensor: tensor.detach().clone(), arguments)
-            self._as_one.setdefault((run, id(metric)), []).append((method, own))
+            self._as_one.setdefault(run, {}).setdefault(id(metric), []).append((method, own))
 
-    def release(self, *, is_sure: bool) -> None:
+    @property
+    def asks_again(self) -> bool:
+        """After such a run: whether another one is to tell whether what it gives is certain."""
+        of_all = any(self._is_given_of_all(line.metric) for line in self.held.values())
+        return of_all or any(True for _ in self._otherwise())
+
+    def _otherwise(self) -> Iterator[int]:
+        """Identities of metrics that the batch as one gives something else than its micro-batches."""
+        for found in list(self._as_one.values())[:1]:
+            for key in self._metrics:
+                line, theirs = self._lines.get(key), found.get(key, [])
+                if (theirs if line is None else line.calls) and self._differs(line, theirs):
+                    yield key
+
+    def _differs(self, line: _Line | None, theirs: Sequence[tuple[str, Any]]) -> bool:
+        """Whether calls of the batch as one are not what is put together of the micro-batches'."""
+        if line is None:
+            return True
+        every = [call for number in range(len(self._sizes)) for call in line.of(number)]
+        if len(every) == line.counts.total() == len(theirs) and all(
+            mine.method == method and are_close(given(mine.arguments), arguments)
+            for mine, (method, arguments) in zip(every, theirs, strict=True)
+        ):
+            return False
+        if len(line.calls) != len(theirs):
+            return True
+        for nth, (calls, (method, arguments)) in enumerate(zip(line.calls, theirs, strict=True)):
+            if any(call.method != method for call in calls):
+                return True
+            sizes = [self._sizes[call.microbatch] for call in calls]
+            try:
+                mine = self._joined(line.metric, calls, nth, sizes, doubt=lambda: None) if calls else None
+            except (DifferentWaysError, LookupError, RuntimeError, TypeError, ValueError):
+                return True  # nothing joins them
+            if not are_close(mine, arguments):
+                return True
+        return False
+
+    def release(self, *, is_sure: bool) -> bool:
         """After these runs: let the metrics that were held have what they give, else what was kept.
 
         Args:
             is_sure: Whether what units gave is put together as they would have given it for the batch as one.
+
+        Returns:
+            Whether the batch as one gives a metric something else than what is put together.
         """
-        held, self.held = self.held, {}
-        for metric_id, line in held.items():
-            runs = [calls for (_, of), calls in self._as_one.items() if of == metric_id]
-            if is_sure and len(runs) > 1 and all(_are_alike(one, runs[0]) for one in runs[1:]):
-                for method, arguments in runs[0]:
-                    self._run(line.metric, method, arguments)
-            else:
-                self._doubt(line.metric, _OF_ALL)
+        otherwise = set(self._otherwise())
+        runs, held, self.held = list(self._as_one.values()), self.held, {}
+        for key in self._metrics:
+            line, of_all = self._lines.get(key), key in held and self._is_given_of_all(self._metrics[key])
+            found = [calls.get(key, []) for calls in runs]
+            if of_all or key in otherwise:
+                self._give(self._metrics[key], line, found, is_sure=is_sure, of_all=of_all)
+            elif key in held and line is not None and line.calls:
                 self._answer(line, len(line.calls) - 1)
-        self._as_one = {}
+        of_all = any(self._is_given_of_all(line.metric) for line in held.values())
+        self._lines, self._as_one, self._of_whole = {}, {}, {}
+        return of_all or bool(otherwise)
+
+    def _give(
+        self, metric: AnyMetric, line: _Line | None, runs: Sequence[Sequence[tuple[str, Any]]],
+        *, is_sure: bool, of_all: bool,
+    ) -> None:  # fmt: skip
+        """Let a metric have what the batch as one gives it, if that is certain."""
+        certain = len(runs) > 1 and all(_are_alike(one, runs[0]) for one in runs[1:])
+        if is_sure and certain:
+            if line is not None and line.before is not None:
+                put_back_state(metric, line.before)
+            for method, arguments in runs[0]:
+                self._run(metric, method, arguments)
+            if line is not None and line.is_read:
+                self._doubt(metric, _OTHERWISE)
+            return
+        if of_all or (len(runs) > 1 and _are_of_other_forms(line, runs)):
+            self._doubt(metric, _OF_ALL if of_all else _OTHERWISE)
+        if line is not None and line.calls and line.before is None:
+            self._answer(line, len(line.calls) - 1)
 
     def answer(self, metric: AnyMetric, nth: int) -> Any:
         """After `settle`: what a call of the batch gave; None where nobody knows.
@@ -257,7 +338,7 @@ class MetricCalls:
     def _adds_up(self, metric: AnyMetric, nth: int, arguments: Any) -> bool:
         """Whether the order and number of updates is nothing to a metric, and it is given samples alone."""
         key = self._step, id(metric)
-        if key in self._of_all or not self._only_updates.get(key, False):
+        if self.looks or key in self._of_all or not self._only_updates.get(key, False):
             return False
         if not sums_samples(metric) or goes_by_call(metric, arguments):
             return False
@@ -331,6 +412,7 @@ class MetricCalls:
 
     def _found(self, line: _Line, nth: int, path: tuple[Any, ...]) -> Tensor:
         """The metric's own answer for the batch."""
+        line.is_read = True
         answer = self._answer(line, nth)
         if answer is None:
             raise DifferentWaysError
@@ -401,14 +483,17 @@ class MetricCalls:
         }
         return {"value": value, "cache": caches}
 
-    def _joined(self, metric: AnyMetric, calls: list[_Call], nth: int, sizes: list[int]) -> Any:
+    def _joined(
+        self, metric: AnyMetric, calls: list[_Call], nth: int, sizes: list[int],
+        doubt: Callable[[], None] | None = None,
+    ) -> Any:  # fmt: skip
         values, method = [call.arguments for call in calls], calls[0].method
         key, whole = (self._step, id(metric), nth, method), self._given_to_whole(metric, nth, method)
         if whole is not None or key not in self._ways:
             self._ways[key] = way_of(values, whole, sizes)
         if not self._ways[key].is_joined:
             raise DifferentWaysError
-        return join(values, self._ways[key], sizes, partial(self._doubt, metric))
+        return join(values, self._ways[key], sizes, doubt or partial(self._doubt, metric))
 
     def _run(self, metric: AnyMetric, method: str, arguments: Any) -> Any:
         args, kwargs = arguments
@@ -431,6 +516,13 @@ class MetricCalls:
         self._warned.add(id(metric))
         text = f"{why.format(self._step)}, or call it in on_train_batch_end or on_validation_batch_end"
         warnings.warn(f"a {type(metric).__name__} is given {text}")
+
+
+def _are_of_other_forms(line: _Line | None, runs: Sequence[Sequence[tuple[str, Any]]]) -> bool:
+    """Whether another number of calls is made, or of other methods, whatever was made up for a run."""
+    mine = [] if line is None else [{call.method for call in calls} for calls in line.calls]
+    theirs = [[{method} for method, _ in one] for one in runs]
+    return all(one == theirs[0] for one in theirs) and theirs[0] != mine
 
 
 def _are_alike(one: Any, other: Any) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.classification import (
@@ -47,6 +48,31 @@ def goes_by_call(metric: AnyMetric, arguments: Any) -> bool:
     )
 
 
+def state_of(metric: AnyMetric) -> list[dict[str, Any]]:
+    """What each part of a metric holds, to be put back."""
+    return [
+        {name: _copied(value) for name, value in vars(part).items() if name in _held_by(part)}
+        for part in metric.modules()
+        if isinstance(part, Metric)
+    ]
+
+
+def put_back_state(metric: AnyMetric, state: list[dict[str, Any]]) -> None:
+    """Let a metric hold what it held."""
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    for part, held in zip(parts, state, strict=True):
+        for name, value in held.items():
+            object.__setattr__(part, name, value)
+
+
+def _held_by(part: Metric) -> set[str]:
+    return {*part._defaults, "_update_count", "_computed", "_forward_cache", "_update_called"}
+
+
+def _copied(value: Any) -> Any:
+    return [*value] if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
+
+
 def copy_of(metric: AnyMetric, patched: Container[int] | None = None) -> Any:
     """A copy with methods of its own: states are copied, networks are not, and it gathers from nobody.
 
@@ -60,6 +86,9 @@ def copy_of(metric: AnyMetric, patched: Container[int] | None = None) -> Any:
         shared[id(group)] = group
         if not any(isinstance(inner, AnyMetric) for inner in part.modules()):
             shared[id(part)] = part
+        elif isinstance(part, Metric):  # of values that had gradients
+            held = (one for one in tensors_in(vars(part)) if one.grad_fn is not None)
+            shared.update((id(one), one.detach().clone()) for one in held)
     replaced = [
         (part, {name: vars(part).pop(name) for name in METHODS if name in vars(part)})
         for part in metric.modules()

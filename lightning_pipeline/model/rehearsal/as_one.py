@@ -187,7 +187,7 @@ class ToldAsOne:
         with suppress(SplitError):  # the batch as one cannot be traced, though its micro-batches may be
             gathered = Gathered(whole, *as_one(whole), sizes, copied=True, fills=True)
             if gathered.bytes <= _LARGEST:
-                step.gathered = gathered
+                step.gathered, self._told.calls.looks = gathered, True
                 self._kept = step, state, gathered
 
     def runs(self) -> Iterator[Heard]:

@@ -123,7 +123,7 @@ def told_otherwise(
     *,
     trains: bool,
     is_filled: Callable[[], bool] = lambda: False,
-    twice: bool = False,
+    twice: Callable[[], bool] = lambda: False,
 ) -> Compared:
     """What a step does not tell for the batch as one.
 
@@ -135,7 +135,7 @@ def told_otherwise(
         runs: Runs the step for the batch as one, twice.
         trains: Whether it returns its loss, and hooks are given the rest.
         is_filled: Whether values were made up for the runs, so that each has to tell the same.
-        twice: Whether both are made where the first tells nothing else.
+        twice: Asked after the first: whether both are made where that tells nothing else.
 
     Returns:
         Nothing that differs where that follows from values that were made up.
@@ -148,7 +148,7 @@ def told_otherwise(
         found = here if found is None or is_filled() else found.if_again(here)
         if found.differs and is_filled():
             return Compared()
-        if not (found.differs or is_filled() or twice):
+        if not (found.differs or is_filled() or twice()):
             break
     return found or Compared()
 

@@ -327,11 +327,9 @@ class Batch:
             with split.findings.held():
                 found = told_otherwise(
                     report, merged, left, samples, split.as_one.runs, trains=self.trains,
-                    is_filled=lambda: split.as_one.is_filled, twice=bool(split.told.calls.held),
+                    is_filled=lambda: split.as_one.is_filled, twice=lambda: split.told.calls.asks_again,
                 )  # fmt: skip
-        if split.told.calls.held:
-            split.as_one.each.add(self.step)
-            split.release_metrics(is_sure=found.is_sure)
+        split.release_metrics(self.step, is_sure=found.is_sure)
         if self.step in split.as_one.kept and not found.is_sure:
             self.advice.of_kept()
         numbers = self._numbers_of(found)
