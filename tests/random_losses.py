@@ -206,6 +206,23 @@ _NORMED = (
 )  # fmt: skip
 """Norms over all samples, and their squares; drawn for seeds from `NORMED_FROM` on."""
 NORMED_FROM = 500_000
+_ASIDES = (
+    "[R[v == k].mean().item() for k in v.unique().tolist()]", "R.max() if m.all() else R.min()", "[p for p in R if p > T]",
+    "measures.auroc(o.softmax(1), v, 'multiclass', num_classes=3)", "{int(k): float(R[v == k].sum()) for k in v.unique()}",
+    "measures.accuracy(o.argmax(1), v, 'multiclass', num_classes=3, ignore_index=0)", "R.sum() if len(x) > 4 else R.mean()",
+    "measures.matthews_corrcoef(o.argmax(1), v, 'multiclass', num_classes=3)", "[o[i].max() for i in range(len(x)) if m[i]]",
+    "R[m].mean() if m.sum() > 2 else R.sum()", "sum(R[c == k].mean() for k in c.unique())", "o.argmax(1).unique().numel()",
+    "F.cross_entropy(o, v) if v.unique().numel() > 2 else F.mse_loss(o, y)", "R.sum() / m.sum() if m.all() else R.norm()",
+    "[F.cross_entropy(o[v == k], v[v == k]) for k in v.unique()]", "N if m[0] else N.detach()", "(R.mean() if m[:2].any() else N)",
+)  # fmt: skip
+"""What a step does before its loss, by calls that go by what is in the batch; drawn for seeds from `ASTRAY_FROM` on."""
+_CHANGING = (
+    "(N + R.mean() if len(x) > 4 else N)", "(N + N if m.sum() > 3 else N)", "N + sum(R[v == k].mean() for k in v.unique())",
+    "sum(R[v == k].mean() for k in v.unique()) / v.unique().numel()", "(F.mse_loss(o, y) if m[0] else R.mean())", "N", "N",
+    "(N * 2 if v.unique().numel() > 2 else N)", "sum(R[v == k].sum() for k in v.unique()) / len(x)", "(N if len(x) > 4 else N / 2)",
+    "sum((F.cross_entropy(o[v == k], v[v == k]) for k in v.unique()), start=N)", "(R * m).sum() / (m.sum() if m.any() else 1)",
+)  # fmt: skip
+ASTRAY_FROM = 600_000
 _METRICS = (
     "s.f1(o.softmax(1), v)", "1 - s.f1(o.softmax(1), v)", "s.acc(o, v)", "s.acc(o, v).item()",
     "measures.accuracy(o, v, 'multiclass', num_classes=3)", "measures.mean_squared_error(o, y)", "s.r2(o[:, 0], y[:, 0])",
@@ -253,6 +270,7 @@ class LossProgram:
         options: Of the strategy.
         empty: How many samples at the beginning of a batch no mask, and no class, lets count.
         validates: Whether the same is logged in validation.
+        asides: What the step works out before its loss.
     """
 
     loss: str
@@ -261,6 +279,7 @@ class LossProgram:
     options: tuple[tuple[str, Any], ...]
     empty: int
     validates: bool
+    asides: tuple[str, ...] = ()
 
     @property
     def weighting(self) -> str:
@@ -275,8 +294,8 @@ class _Drawer:
         self.draw = random.Random(seed)
         self.weighted = seed >= WEIGHTED_FROM
         families = ((DIVIDED_FROM, _WEIGHTED), (DECIDED_FROM, _DIVIDED), (CHOSEN_FROM, _DECIDED))
-        families = (*families, (NORMED_FROM, _CHOSEN))
-        self.of_batch = next((family for end, family in families if seed < end), _NORMED)
+        families = (*families, (NORMED_FROM, _CHOSEN), (ASTRAY_FROM, _NORMED))
+        self.of_batch = next((family for end, family in families if seed < end), _CHANGING)
         self.chooses = seed >= CHOSEN_FROM
 
     def filled(self, text: str, depth: int, measured: bool) -> str:
@@ -350,7 +369,7 @@ class _Drawer:
         if draw.random() < 0.1:
             options["sync_dist"] = True
         if draw.random() < 0.15:
-            update, name = draw.choice(_OBJECTS_OF_ALL if self.of_batch is _NORMED else _OBJECTS)
+            update, name = draw.choice(_OBJECTS_OF_ALL if self.of_batch in (_NORMED, _CHANGING) else _OBJECTS)
             options = {"on_step": "update" not in update and draw.random() < 0.5, "on_epoch": True}
             return Call("object", (self.filled(update, 1, True), name), tuple(options.items()))
         kind = draw.choice(("log", "log", "log_dict"))
@@ -375,6 +394,7 @@ def loss_program(seed: int) -> LossProgram:
     return LossProgram(
         drawer.number(0, False), calls, draw.choice(((8, 8), (8, 5), (6, 6), (7, 7), (8, 8, 3))), tuple(options.items()),
         draw.choice((0, 0, 0, 2, 4)), draw.random() < 0.5,
+        tuple(drawer.filled(draw.choice(_ASIDES), 1, True) for _ in range(1 + (seed % 2)) if seed >= ASTRAY_FROM),
     )  # fmt: skip
 
 
@@ -409,6 +429,7 @@ class LossModule(pl.LightningModule):
         self.seen = nn.ModuleDict({step: self._metrics() for step in ("fit", "val")})
         self.scale, self.beta, self.samples, self.where = 0.7, 0.2, 1, "fit"
         self.loss_code = compile(program.loss, "<loss>", "eval")
+        self.asides = [compile(text, "<aside>", "eval") for text in program.asides]
         self.codes = [
             [
                 compile(text, f"<value {i} of {program.calls.index(call)}>", "eval")
@@ -444,6 +465,8 @@ class LossModule(pl.LightningModule):
         """The loss of a batch, with what is told."""
         self.where, prefix = where, "val_" if where == "val" else ""
         names = self.names(batch)
+        for code in self.asides:
+            eval(code, names)
         loss: Tensor = eval(self.loss_code, names)
         if self.by_parts:
             return loss

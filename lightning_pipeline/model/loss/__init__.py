@@ -14,6 +14,7 @@ from lightning_pipeline.model.loss.metric_calls import MetricCalls as MetricCall
 from lightning_pipeline.model.loss.observer import Observer as Observer
 from lightning_pipeline.model.loss.observer import rehearsed as rehearsed
 from lightning_pipeline.model.loss.observer import told_apart as told_apart
+from lightning_pipeline.model.loss.recipes import Recipes as Recipes
 from lightning_pipeline.model.loss.weighting import Weights as Weights
 from lightning_pipeline.model.loss.weighting import loss_of_batch as loss_of_batch
 from lightning_pipeline.model.loss.weighting import weights_of as weights_of

@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_pipeline.model.tensors import is_placeholder
 
 Call = tuple[int, int] | None
+Recipe = int | None
+"""A digest of all calls that lead to a value; None where something stands in it that nobody knows."""
 _KEPT = 4096  # elements of a tensor that is kept
 SHAPES, TARGETS, VALUES = range(3)
 
@@ -45,9 +47,12 @@ class Calls:
 
     def __init__(self) -> None:
         self._seen: dict[Call, list[Seen]] = {}
+        self._made: dict[Recipe, Seen] = {}
 
-    def run(self, after: Call, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a function and note the call."""
+    def run(
+        self, after: Call, func: Any, args: Any, kwargs: Any, recipe: Recipe, run: Callable[[], Any]
+    ) -> Any:
+        """Run a function and note the call, and what it makes."""
         forms = _forms(tuple(args)), {name: _forms(value) for name, value in kwargs.items()}
         calls = self._seen.setdefault(after, [])
         place = len(calls)
@@ -55,19 +60,17 @@ class Calls:
         shape: Any = tuple(result.shape) if isinstance(result, Tensor) else None
         if isinstance(result, tuple) and all(isinstance(one, Tensor) for one in result):
             shape = tuple(tuple(one.shape) for one in result)
-        calls.insert(place, Seen(func, *forms, shape))
+        seen = Seen(func, *forms, shape)
+        calls.insert(place, seen)
+        if recipe is not None:
+            self._made[recipe] = seen
         return result
 
     def without_values(self) -> "Calls":
         """For another batch, which has its own."""
         forms = Calls()
-        forms._seen = {
-            unit: [
-                call._replace(args=_bare(call.args), kwargs={k: _bare(v) for k, v in call.kwargs.items()})
-                for call in calls
-            ]
-            for unit, calls in self._seen.items()
-        }
+        forms._seen = {unit: list(map(_without_values, calls)) for unit, calls in self._seen.items()}
+        forms._made = {recipe: _without_values(call) for recipe, call in self._made.items()}
         return forms
 
     def apart_from(self, other: "Calls") -> None:
@@ -78,10 +81,16 @@ class Calls:
             while alike < min(len(calls), len(theirs)) and calls[alike].func == theirs[alike].func:
                 alike += 1
             self._seen[unit] = list(map(_marked, calls[:alike], theirs))
+        both = self._made.keys() & other._made.keys()
+        self._made = {recipe: _marked(self._made[recipe], other._made[recipe]) for recipe in both}
 
     def after(self, unit: Call) -> Iterator[Seen]:
         """Those after a call of a unit, in order."""
         return iter(self._seen.get(unit, ()))
+
+    def that_makes(self, recipe: Recipe) -> Seen | None:
+        """The call of this run that makes the same as another run's."""
+        return self._made.get(recipe)
 
 
 def _forms(value: Any) -> Any:
@@ -92,6 +101,10 @@ def _forms(value: Any) -> Any:
         copy = value.detach().clone()  # without values where something without was written into it
         return Form(shape, computed=True) if is_placeholder(copy) else Form(shape, copy)
     return type_of(value)(map(_forms, value)) if isinstance(value, list | tuple) else value
+
+
+def _without_values(call: Seen) -> Seen:
+    return call._replace(args=_bare(call.args), kwargs={k: _bare(v) for k, v in call.kwargs.items()})
 
 
 def _marked(mine: Seen, theirs: Seen) -> Seen:
@@ -139,6 +152,38 @@ def grows(seen: Seen | None, position: int, value: Tensor) -> bool | None:
     if not isinstance(theirs, Form):
         return None
     return theirs.shape != tuple(value.shape) or (theirs.guessed and theirs.shape != ())
+
+
+def but_the_same(places: tuple[Any, ...], seen: Seen | None) -> tuple[Any, ...]:
+    """Indices without masks that are the whole batch's, too: they pick of what each sample has."""
+    whole: Any = seen.args[1] if seen is not None and len(seen.args) > 1 else ()
+    theirs = whole if type(whole) is tuple else (whole,)
+    if len(theirs) != len(places):
+        return places
+    return tuple(mine for mine, form in zip(places, theirs, strict=True) if not _is_same_tensor(mine, form))
+
+
+def _is_same_tensor(mine: Any, theirs: Any) -> bool:
+    if not (isinstance(mine, Tensor) and isinstance(theirs, Form)) or theirs.value is None or theirs.guessed:
+        return False
+    return theirs.shape == tuple(mine.shape) and bool(torch.equal(theirs.value.to(mine), mine))
+
+
+def same_beside(seen: Seen | None, args: Any, kwargs: Any, position: int) -> bool:
+    """Whether the whole batch's call has the same but for one of its arguments."""
+    if seen is None or len(seen.args) != len(args) or seen.kwargs.keys() != kwargs.keys():
+        return False
+    pairs = [pair for at, pair in enumerate(zip(args, seen.args, strict=True)) if at != position]
+    return all(_is_same(*pair) for pair in (*pairs, *((kwargs[key], seen.kwargs[key]) for key in kwargs)))
+
+
+def _is_same(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, Tensor):
+        return _is_same_tensor(mine, theirs)
+    if isinstance(mine, list | tuple):
+        paired = isinstance(theirs, list | tuple) and len(mine) == len(theirs)
+        return paired and all(map(_is_same, mine, theirs))
+    return type(mine) is type(theirs) and bool(mine == theirs)
 
 
 class Operand(NamedTuple):
@@ -222,12 +267,16 @@ class Guess:
         share: Of the rows of a tensor, those that a mask picks.
         more: Added to what is read where it is a whole number.
         made: Whether anything was asked.
+        few: Whether values of which the step asks for those that differ are all alike; else no two are.
+        counts_apart: Whether it asks for these.
     """
 
     number: float
     share: float
     more: int = 0
     made: bool = False
+    few: bool = False
+    counts_apart: bool = False
 
 
 @dataclass(slots=True)
@@ -242,6 +291,10 @@ class Whole:
         ragged: Whether a mask picks samples, so that shapes go by values.
         reads: Whether a value of the batch was read as a number.
         calls: All calls between units.
+        made: Calls of functions that are followed, by what they make.
+        returned: What the loss is made of; None where nobody knows.
+        is_at_end: Whether the step has come to its end.
+        held: Tensors that stand for themselves in what is known of `made`.
         sized: Places of Python numbers that are counts of samples.
         remembered: Whether this is another batch of the same shapes, so that its numbers are those of before.
         unclear: What draws random numbers that are not known to be those of the micro-batches.
@@ -253,5 +306,9 @@ class Whole:
     reads: bool = False
     unclear: str = ""
     calls: Calls = field(default_factory=Calls)
+    made: dict[Recipe, Event] = field(default_factory=dict)
+    returned: Recipe = None
+    is_at_end: bool = False
+    held: list[Tensor] = field(default_factory=list)
     sized: set[tuple[Any, ...]] = field(default_factory=set)
     remembered: bool = False

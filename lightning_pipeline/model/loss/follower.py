@@ -70,9 +70,11 @@ class Path:
     Attributes:
         taken: These.
         flags: What it was told by numbers of tensors that it decides by.
+        recipes: None: nobody asks what values are made of.
     """
 
     def __init__(self) -> None:
+        self.recipes: None = None
         self.taken: list[Any] = []
         self.flags: list[bool] = []
 
@@ -268,7 +270,8 @@ class Follower:
             return Part()
         share, bent = shares.of(value), shares.bent(value)
         drawn = shares.whole.unclear and (shares.whole.ragged or (bent and bent.origins() != {SHAPES}))
-        if bent is not None and not drawn:
+        is_other = shares.may_be_another(value)
+        if bent is not None and not (drawn or is_other):
             self._bends = True
             self._plain = self._plain and VALUES not in bent.origins()
             total = share.total() if share is not None and not share.lost and bent.is_sum else None
@@ -276,7 +279,7 @@ class Follower:
                 value * shares.fraction if total is None else total, bent=bent, is_known=total is not None
             )
         self._note(shares, share)
-        if share is None or share.lost or self._is_doubtful(shares, share):
+        if share is None or share.lost or is_other or self._is_doubtful(shares, share):
             unclear = shares.is_astray or (share is not None and bool(share.lost))
             return Part(value * shares.fraction, is_unclear=unclear)
         self._bends = self._bends or always
@@ -334,7 +337,7 @@ class Follower:
         if share is not None and share.own is not None:
             self._compare_computed(shares, loss)
             return self._own_share(share.own, loss)
-        is_lost = share is None or bool(share.lost)
+        is_lost = share is None or bool(share.lost) or shares.may_be_another(loss)
         is_astray = (bool(shares.strayed) and is_lost) or shares.ends_early
         if is_astray and self.tries():
             return self._tried_share(loss)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.tensors import is_placeholder
+
 
 def functions(*owners_and_names: tuple[Any, str]) -> list[Any]:
     """Those of each owner by these names, as far as it has them."""
@@ -35,6 +37,20 @@ _LINEAR_NAMES = (
     "squeeze unsqueeze cpu cuda nan_to_num __getitem__ __neg__ positive",
 )
 LINEAR = frozenset(function for names in _LINEAR_NAMES for function in both(names))
+_OF_ONE_NAMES = (
+    "transpose permute t adjoint movedim moveaxis swapaxes swapdims tril tril_ triu triu_ diagonal diag",
+    "trace diag_embed roll flip fliplr flipud rot90 narrow select index_select gather take take_along_dim",
+    "cumsum repeat tile unflatten ravel unbind chunk split tensor_split expand expand_as broadcast_to",
+    "masked_fill masked_fill_ fill_diagonal_ index_fill index_fill_ diff bmm outer kron tensordot",
+    "masked_select where repeat_interleave scatter matmul mm mv __matmul__ __rmatmul__ dot inner vdot einsum",
+    "addmm masked_scatter",
+)
+_TURNED: list[Any] = [Tensor.T, Tensor.mT, Tensor.H, Tensor.mH]
+LINEAR_OF_ONE = frozenset((
+    *(function for names in _OF_ONE_NAMES for function in both(names)), torch.nn.functional.pad,
+    torch.nn.functional.linear, *(one.__get__ for one in _TURNED),
+))  # fmt: skip
+"""What is linear in one argument, where nothing is made of nothing: of what has no samples of its own."""
 JOINING = frozenset(functions((torch, "stack cat hstack concat")))
 NUMBERS = frozenset(functions((Tensor, "item __float__")))
 READING = frozenset(functions((Tensor, "item tolist numpy __float__ __int__ __index__ __array__")))
@@ -87,3 +103,31 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
         yield from (arg for arg in args[:1] if isinstance(arg, Tensor))
     if isinstance(kwargs.get("out"), Tensor):
         yield kwargs["out"]
+
+
+def has_mask(index: Any) -> bool:
+    """Whether an index picks by a mask."""
+    return any(isinstance(part, Tensor) and part.dtype is torch.bool for part in indices(index))
+
+
+def indices(index: Any) -> tuple[Any, ...]:
+    """What an index is made of."""
+    return index if isinstance(index, tuple) else (index,)
+
+
+def as_indices(index: Any) -> tuple[Any, ...]:
+    """Real masks as the numbers of what they pick, from what has a shape and no content."""
+    picked: list[Any] = []
+    for part in indices(index):
+        is_mask = isinstance(part, Tensor) and part.dtype is torch.bool and not is_placeholder(part)
+        picked.extend(part.nonzero(as_tuple=True) if is_mask else (part,))
+    return tuple(picked)
+
+
+def values_in(args: Any, kwargs: Any) -> Iterator[Any]:
+    """Arguments, and what is in those that are lists."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.loss.events import Call, Event, Guess, Operand, Whole
+from lightning_pipeline.model.loss.events import Call, Event, Guess, Operand, Recipe, Whole
 from lightning_pipeline.model.loss.functions import (
     ARRAYS,
     BY_VALUES,
@@ -14,10 +14,12 @@ from lightning_pipeline.model.loss.functions import (
     REPEATING,
     SELECTING,
     TAKING,
+    as_indices,
     gives_places,
+    has_mask,
     written_by,
 )
-from lightning_pipeline.model.loss.masks import as_indices, has_mask
+from lightning_pipeline.model.loss.recipes import Recipes
 from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
 from lightning_pipeline.model.loss.rules import RULED, operand_of, shape_of
 from lightning_pipeline.model.random import Draws, JoinedDraws, Kinds
@@ -37,6 +39,7 @@ class Observer:
         self._batch = {storage_key(tensor): position for position, tensor in enumerate(batch)}
         self._copies: list[Tensor] = []  # held, so that no memory is used twice
         self._after: Call = None
+        self.recipes = Recipes(self.whole.held)
 
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
@@ -44,11 +47,22 @@ class Observer:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function and note what it was given."""
-        return self.whole.calls.run(
-            self._after, func, args, kwargs, lambda: self._observed(func, args, kwargs, run)
-        )
 
-    def _observed(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        def noted(recipe: Recipe) -> Any:
+            return self.whole.calls.run(
+                self._after, func, args, kwargs, recipe,
+                lambda: self._observed(func, args, kwargs, recipe, run),
+            )  # fmt: skip
+
+        return self.recipes.run(func, args, kwargs, noted)
+
+    def returned(self, result: Any) -> None:
+        """The step has returned."""
+        self.whole.is_at_end = True
+        loss = result.get("loss") if isinstance(result, dict) else result
+        self.whole.returned = self.recipes.of(loss) if isinstance(loss, Tensor) else None
+
+    def _observed(self, func: Any, args: Any, kwargs: Any, recipe: Recipe, run: Callable[..., Any]) -> Any:
         if func in ARRAYS and is_placeholder(args[0]):
             self.guess.made = True
             made = torch.full(args[0].shape, self.guess.number, dtype=args[0].dtype)
@@ -77,6 +91,8 @@ class Observer:
         result = run(func, args, kwargs)
         event = Event(func, operands, shape_of(result), count)
         self.whole.events.setdefault(self._after, []).append(event)
+        if recipe is not None:
+            self.whole.made[recipe] = event
         return result
 
     def _copied(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -108,6 +124,9 @@ def told_apart(whole: Whole, other: Whole) -> None:
         while alike < min(len(events), len(theirs)) and events[alike].func == theirs[alike].func:
             alike += 1
         whole.events[after] = [_marked(*pair) for pair in zip(events[:alike], theirs, strict=False)]
+    both = whole.made.keys() & other.made.keys()
+    whole.made = {recipe: _marked(whole.made[recipe], other.made[recipe]) for recipe in both}
+    whole.returned = whole.returned if whole.returned == other.returned else None
 
 
 def _marked(mine: Event, theirs: Event) -> Event:

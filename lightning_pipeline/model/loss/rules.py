@@ -14,11 +14,13 @@ from lightning_pipeline.model.loss.events import (
     Event,
     Operand,
     OwnDivisor,
+    Seen,
     Share,
     Whole,
     pairs,
+    same_beside,
 )
-from lightning_pipeline.model.loss.functions import AT_LEAST, SELECTING, SUMS, both
+from lightning_pipeline.model.loss.functions import AT_LEAST, LINEAR_OF_ONE, SELECTING, SUMS, both
 from lightning_pipeline.model.loss.reductions import (
     LOSSES,
     LossCall,
@@ -491,6 +493,40 @@ RULES: dict[Any, Rule] = {
 }
 RULED = frozenset(RULES)
 FOLLOWED = RULED | SELECTING
+
+
+def linear_in(known: Follows, func: Any, args: Any, kwargs: Any, seen: Seen | None) -> int | None:
+    """The argument of which a call makes a sum of sums: without samples, and all else as for the whole batch.
+
+    Args:
+        known: What is known of its arguments.
+        func: That is called.
+        args: Its arguments.
+        kwargs: Likewise.
+        seen: The call of the whole batch; None where it is not known.
+
+    Returns:
+        Its position; None where there is none.
+    """
+    if func not in LINEAR_OF_ONE:
+        return None
+    found = [(at, share) for at, arg in enumerate(args) if (share := known.of(arg)) is not None]
+    if len(found) != 1 or not isinstance(args[found[0][0]], Tensor):
+        return None
+    position, share = found[0]
+    if share.lost or not share.single or not same_beside(seen, args, kwargs, position):
+        return None
+    nothing = [torch.zeros_like(arg) if at == position else arg for at, arg in enumerate(args)]
+    made = func(*nothing, **kwargs)
+    is_moved = any(bool(one.any()) for one in (made if isinstance(made, tuple | list) else (made,)))
+    return None if is_moved else position
+
+
+def made_with(func: Any, args: Any, kwargs: Any, position: int, nth: int | None, tensor: Tensor) -> Tensor:
+    """What a function makes of another tensor in the place of one argument; of several results that one."""
+    made = func(*(tensor.clone() if at == position else arg for at, arg in enumerate(args)), **kwargs)
+    found: Tensor = made if nth is None else made[nth]
+    return found
 
 
 def operand_of(value: Any, *, copied: bool = False) -> Operand:

@@ -8,6 +8,7 @@ where it has the whole batch's divisor; so a term counts as its value times (div
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -22,9 +23,11 @@ from lightning_pipeline.model.loss.events import (
     Event,
     Form,
     Operand,
+    Recipe,
     Seen,
     Share,
     Whole,
+    but_the_same,
     grows,
 )
 from lightning_pipeline.model.loss.functions import (
@@ -40,11 +43,14 @@ from lightning_pipeline.model.loss.functions import (
     SUMS,
     TAKING_ROWS,
     gives_places,
+    has_mask,
+    indices,
     is_square,
     order_of,
+    values_in,
     written_by,
 )
-from lightning_pipeline.model.loss.masks import has_mask, indices
+from lightning_pipeline.model.loss.recipes import Recipes
 from lightning_pipeline.model.loss.reductions import LOSSES, valid_targets
 from lightning_pipeline.model.loss.rules import (
     FOLLOWED,
@@ -55,6 +61,8 @@ from lightning_pipeline.model.loss.rules import (
     at_least,
     is_of_rows,
     is_own,
+    linear_in,
+    made_with,
     mapped,
     mean_of_picked,
     operand_of,
@@ -84,6 +92,9 @@ class Shares:
 
     def __init__(self, whole: Whole, root: nn.Module, fraction: float, *, by_values: bool = False) -> None:
         self.fraction, self.strayed = fraction, ""
+        self.recipes, self._by_recipe = Recipes([]), False
+        self._recipe: Recipe = None  # what the call that runs makes
+        self._late: dict[int, Any] = {}  # what calls that were found by their recipe have made, and all later
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
         self.flags: list[bool] = []
@@ -127,9 +138,17 @@ class Shares:
         """A value comes from elsewhere."""
         self._bent[id(value)] = value, bent
 
+    def may_be_another(self, value: Any) -> bool:
+        """Whether the whole batch's step may make more of a value, and this one has gone another way."""
+        return id(value) in self._late and (
+            self.whole.returned is None or self.recipes.of(value) != self.whole.returned
+        )
+
     def forget(self) -> None:
         """Let go of every value: its memory is the backward's to free."""
         self._known.clear()
+        self.recipes.forget()
+        self._late.clear()
         self._bent.clear()
         self._tables.clear()
         self._norms.clear()
@@ -167,9 +186,18 @@ class Shares:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function, and find the share of what it returns."""
+        return self.recipes.run(
+            func, args, kwargs, lambda recipe: self._called(func, args, kwargs, recipe, run)
+        )
+
+    def _called(self, func: Any, args: Any, kwargs: Any, recipe: Recipe, run: Callable[..., Any]) -> Any:
+        self._recipe = recipe
         if func in LIKE:  # such as `mask.type_as(loss)`, in which no loss is
             args = (*args[:1], *(one.detach() if isinstance(one, Tensor) else one for one in args[1:]))
         result = self._shared(func, args, kwargs, run)
+        if self._by_recipe:
+            made = result if isinstance(result, tuple) else (result, *written_by(func, args, kwargs))
+            self._late.update((id(one), one) for one in made)
         if type(result) is bool:
             self.flags.append(result)
         self._note_places(func, args, kwargs, result)
@@ -184,7 +212,7 @@ class Shares:
     def _note_of_all(self, args: Any, kwargs: Any, result: Tensor) -> None:
         if self._now is not None and self._now.result == tuple(result.shape):
             return  # it has no samples
-        given = [value for value in _values(args, kwargs) if isinstance(value, Tensor | float)]
+        given = [value for value in values_in(args, kwargs) if isinstance(value, Tensor | float)]
         shares = (self.of(value) for value in given)
         numbers = any(share is not None and share.single for share in shares)
         if numbers or any(id(one) in self._of_all or self.bent(one) is not None for one in (*given, result)):
@@ -249,7 +277,7 @@ class Shares:
     def _picks(self, func: Any, args: Any, kwargs: Any, seen: Seen | None) -> bool:
         """Whether values decide which samples are taken, and not which of what has none, such as a weight."""
         if func is Tensor.__getitem__:
-            places = indices(args[1])
+            places = but_the_same(indices(args[1]), seen)
             listed = isinstance(args[1], list) and self.whole.reads  # such as what `mask.tolist()` says
             picks = has_mask(places) or (listed and bool(grows(seen, 0, args[0])))
         elif func in TAKING_ROWS:
@@ -277,8 +305,9 @@ class Shares:
         if seen is not None and seen.func != func and are_sums(func, seen.func):
             return None
         if seen is None or seen.func != func:  # what reads an attribute is made anew each time
-            self._calls = None
-            return None
+            self._calls, made = None, self.whole.calls.that_makes(self._recipe)
+            self._by_recipe |= made is not None
+            return made
         return seen
 
     def _note_table(self, table: Tensor, index: Any, seen: Seen | None) -> None:
@@ -327,6 +356,10 @@ class Shares:
             self._keep(result, found or self.lost(*known))
             return result
         event = self._compared(event, operands, args, place)
+        if (position := linear_in(self, func, args, kwargs, seen)) is not None:
+            result = run(func, args, kwargs)
+            self._keep_each(func, args, kwargs, position, result)
+            return result
         count = valid_targets(func, args, kwargs) if func in LOSSES and event.divisor is not None else None
         result = run(func, args, kwargs)
         if isinstance(result, Tensor):
@@ -389,7 +422,9 @@ class Shares:
             if place is not None:
                 return ("event", *place), self.whole.events[place[0]][place[1]]
             self.strayed = user_line(self.root)
-        return (), None
+        event = self.whole.made.get(self._recipe)
+        self._by_recipe |= event is not None
+        return ("made", self._recipe), event
 
     def _is_other(self, event: Event, func: Any, args: Any) -> bool:
         """Whether a call of this function in the whole batch's step was of other values than this one.
@@ -465,7 +500,7 @@ class Shares:
 
     def _other(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any], seen: Seen | None) -> Any:
         """A function without a rule: what it makes of a followed value is followed if it is linear."""
-        found = [share for value in _values(args, kwargs) if (share := self.of(value)) is not None]
+        found = [share for value in values_in(args, kwargs) if (share := self.of(value)) is not None]
         result = run(func, args, kwargs)
         if not found or func in OF_FORM:
             return result
@@ -476,6 +511,8 @@ class Shares:
             self._keep(result, number if isinstance(result, float) else None)
         elif func in LINEAR and isinstance(result, Tensor) and (own := self.of(args[0])) is not None:
             self._keep(result, mapped(own, args[0], result, lambda t: func(t, *args[1:], **kwargs)))
+        elif (position := linear_in(self, func, args, kwargs, seen)) is not None:
+            self._keep_each(func, args, kwargs, position, result)
         elif func in JOINING:
             self._keep(result, self._joined(func, args, kwargs, result))
         elif isinstance(result, Tensor) and self._is_of_each(args, result):
@@ -485,6 +522,13 @@ class Shares:
             floor = None if own is None or lost is None else at_least(func, args, kwargs, own)
             self._keep(result, lost if lost is None else lost._replace(floor=floor))
         return result
+
+    def _keep_each(self, func: Any, args: Any, kwargs: Any, position: int, result: Any) -> None:
+        """Of a linear function of one argument: all that it gives."""
+        share, several = self._known[id(args[position])][1], isinstance(result, tuple | list)
+        for nth, one in enumerate(result if several else (result,)):
+            change = partial(made_with, func, args, kwargs, position, nth if several else None)
+            self._keep(one, mapped(share, args[position], one, change))
 
     def _is_of_each(self, args: Any, result: Tensor) -> bool:
         """Whether there is a row for each of the samples that a mask picked."""
@@ -549,11 +593,3 @@ class Shares:
             self._known[id(value)] = (value, share._replace(apart=apart))
         else:
             self._known.pop(id(value), None)
-
-
-def _values(args: Any, kwargs: Any) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value

@@ -16,6 +16,13 @@ _LINEAR = _TIMES | _OVER | frozenset({
     "type_as", "contiguous", "reshape", "view", "flatten", "squeeze", "unsqueeze", "cpu", "cuda", "getitem",
     "sum", "mean", "add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "dot", "vdot", "inner", "matmul",
     "mm", "mv", "rmatmul", "stack", "cat", "hstack", "concat", "expand", "expand_as", "view_as",
+    "transpose", "permute", "t", "adjoint", "movedim", "moveaxis", "swapaxes", "swapdims", "tril",
+    "triu", "diagonal", "diag", "trace", "diag_embed", "roll", "flip", "fliplr", "flipud", "rot90",
+    "narrow", "select", "index_select", "gather", "take", "take_along_dim", "cumsum", "repeat", "tile",
+    "unflatten", "ravel", "unbind", "chunk", "split", "tensor_split", "broadcast_to", "masked_fill",
+    "fill_diagonal", "index_fill", "diff", "bmm", "outer", "kron", "tensordot", "einsum", "nansum",
+    "pad", "linear", "get", "masked_select", "where", "scatter", "addmm", "masked_scatter",
+    "repeat_interleave",
 })  # fmt: skip
 _NUMBERS = _TIMES | _OVER | frozenset({
     "add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "rtruediv", "rdiv", "pow", "rpow", "clamp",

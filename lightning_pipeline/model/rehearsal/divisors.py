@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,11 +98,19 @@ class Divisors:
             rehearse = partial(self._rehearse, step, anew=anew)
             return rehearsed(arguments, parts, rehearse, lambda: Observer(tensors, guess))
 
-        def run(guess: Guess) -> list[Whole]:
+        def tried(guess: Guess) -> list[Whole]:
             try:
-                found = runs(guess, anew=False)
+                return runs(guess, anew=False)
             except UnclearSizesError:
-                found = runs(guess, anew=True)
+                return runs(guess, anew=True)
+
+        def run(guess: Guess) -> list[Whole]:
+            found = tried(guess)
+            if guess.counts_apart and not all(whole.is_at_end for whole in found):
+                few = replace(guess, few=True)  # else more values differ than there may be classes
+                other = tried(few)
+                guess.made |= few.made
+                found = other if all(whole.is_at_end for whole in other) else found
             return found * len(step.microbatches) if step.mixing else found
 
         first, second = (Guess(*given) for given in _GUESSES)

@@ -16,6 +16,7 @@ from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, 
 from lightning_pipeline.model.replay import Replay, StageView
 from lightning_pipeline.model.tensors import (
     TensorSpec,
+    counts_apart,
     describe,
     fitted,
     is_placeholder,
@@ -80,7 +81,7 @@ class _DryRun(Replay):
 
     def _of_size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What has as many rows as values say; None where nothing is known of it."""
-        return of_most(func, args, kwargs, self._view.mode.make)
+        return of_most(func, args, kwargs, self._view.mode.make, few=self._view.assumed.few)
 
     def _of_unknown_size(self, error: DynamicOutputShapeException) -> BaseException:
         return error
@@ -105,8 +106,8 @@ class Rehearsal(_DryRun):
         observer: Observer,
         draws: Draws,
     ) -> None:
-        super().__init__(view, seeds, Guesses(holds=view.guesses_hold, fraction=observer.guess.number))
-        self.follow, self._observer = observer.call, observer
+        super().__init__(view, seeds, Guesses(holds=view.assumed.holds, fraction=observer.guess.number))
+        self.follow, self.recipes, self._observer = observer.call, observer.recipes, observer
         self._outputs, self._draws = outputs, draws
         self._host = seeds.host_place()
         self.rehearses = True  # what it logs is of the whole batch
@@ -129,11 +130,13 @@ class Rehearsal(_DryRun):
             returned: Told what it returned, and whether no value of units was made up.
         """
         try:
+            self._observer.recipes.begin((args, kwargs))
             with self.functions, self.taint:
                 try:
                     result = function(*args, **kwargs)
                 except Exception:  # what was seen until then counts; the micro-batches raise what is wrong
                     return
+            self._observer.returned(result)
             if self.rehearses:
                 returned(result, self.is_sure)
             if self.mixing is not None:
@@ -144,7 +147,7 @@ class Rehearsal(_DryRun):
     def close(self) -> None:
         """Let go of all values, those that its observers hold too: they may hold the graphs of weights."""
         super().close()
-        self.mixing = self.follow = None
+        self.mixing = self.follow = self.recipes = None
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a unit."""
@@ -181,7 +184,10 @@ class Rehearsal(_DryRun):
 
     def _of_size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = func._schema.name == "aten::bincount" and (kwargs.get("minlength") or len(args) > 2)
-        return of_most(func, args, kwargs, self._view.mode.make if asked else self._of_some_size)
+        make = self._view.mode.make if asked else self._of_some_size
+        guess = self._observer.guess
+        guess.counts_apart |= counts_apart(func)
+        return of_most(func, args, kwargs, make, few=self._view.assumed.few or guess.few)
 
     def _of_some_size(self, spec: TensorSpec) -> Tensor:
         """What has as many rows as values say."""
@@ -208,7 +214,7 @@ class Walk(_DryRun):
         self, view: StageView, seeds: MicrobatchSeeds, routes: StepRoutes,
         fit: Callable[[Route, TensorSpec], TensorSpec], reads: Reads,
     ) -> None:  # fmt: skip
-        super().__init__(view, seeds, Guesses(holds=routes.base.trace.holds, **reads.answers))
+        super().__init__(view, seeds, Guesses(holds=routes.base.trace.assumed.holds, **reads.answers))
         self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
         self.follow, self._is_guess = self._note, False
         self._functions = self._standing = 0

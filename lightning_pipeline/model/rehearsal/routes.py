@@ -400,6 +400,8 @@ class RouteFinder:
     def _learned(self, routes: StepRoutes, trace: Trace, more: Sequence[Hashable]) -> Route:
         """One more trace."""
         step = trace.step
+        base = routes.base.trace
+        base.assumed = base.assumed._replace(few=base.assumed.few or trace.assumed.few)  # else each look ends
         if routes.learn(trace, more):
             self._forget(step)
             known_ways = list(routes.known.values())

@@ -24,6 +24,7 @@ from lightning_pipeline._torch import (
 )
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import ValueKey
+from lightning_pipeline.model.loss import Recipes
 from lightning_pipeline.model.mixing import Functions
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds, States, generators_in
 from lightning_pipeline.model.replay.unwritten import Unwritten
@@ -114,6 +115,7 @@ class GlueRun:
         self.microbatch = 0
         self.functions = _GlueFunctions(self)
         self.follow: Follow | None = None
+        self.recipes: Recipes | None = None  # what values between units are made of
         self.mixing: Functions | None = None  # of a step that mixes samples
         self.on_unit: Callable[[int, int], None] = lambda unit, nth: None
 
@@ -136,6 +138,8 @@ class GlueRun:
                 push_function_mode(self.functions)
         if self.mixing is not None:
             self.mixing.answered(output)
+        if self.recipes is not None:
+            self.recipes.answered(unit, output)
         if self._put_off:
             self._call_hooks(unit)
         return output
@@ -292,7 +296,7 @@ class GlueRun:
             self.remembered.goes_by_run()
         if self._in_operation:
             return run()
-        if self._view.constants and (known := by_shape_alone(func, args)) is not args:
+        if self._view.assumed.constants and (known := by_shape_alone(func, args)) is not args:
             return func(*known, **kwargs)
         if not self._drawing and torch.Tag.nondeterministic_seeded in func.tags:
             self.remembered.goes_by_run()

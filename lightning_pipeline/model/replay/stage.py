@@ -105,6 +105,8 @@ class StageProgram(Stage):
         given = BatchAsGiven(args, deep=step.trace.changes_batch) if looks else None
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
+            if replay.recipes is not None:
+                replay.recipes.begin((args, kwargs))
             with replay.running():
                 replay.replayed.result = step.function(*args, **kwargs)
             if self.is_last:
@@ -154,7 +156,7 @@ class StageProgram(Stage):
                 replay.on_unit = replay.end_after_own
             if self.is_last and step.follower is not None:
                 seen = step.follower.microbatch(microbatch)
-                replay.follow, replay.on_unit = seen.call, seen.unit
+                replay.follow, replay.on_unit, replay.recipes = seen.call, seen.unit, seen.recipes
             self._patches.runner, self._mode.watcher = replay, replay
             emptied = Transient(
                 self.view.modules, () if self.is_last else step.routes[microbatch].trace.transient

@@ -177,8 +177,7 @@ class StageView:
         rewritten: Parameters, buffers and plain tensors of this stage that the step changes in place.
         num_tensors: In what each call gives.
         ports: What calls give away beside their output.
-        constants: Whether what depends on the shapes of placeholders alone has its values.
-        guesses_hold: What the trace was answered where code asks whether something holds of unknown values.
+        assumed: What the trace took for granted of values that it did not have.
     """
 
     incoming: Sequence[ValueKey]
@@ -233,8 +232,7 @@ class StageView:
         self.checkpointed = route.trace.checkpointed
         self.rewritten = self._rewritten(route.trace)
         self.num_tensors = {(call.unit, call.nth): len(call.specs) for call in route.trace.calls}
-        self.ports, self.constants = route.trace.ports, route.trace.constants
-        self.guesses_hold = route.trace.holds
+        self.ports, self.assumed = route.trace.ports, route.trace.assumed
         self.no_unit_follows = not (self.is_last or live.leaves[self.index])
 
     def _rewritten(self, trace: Trace) -> list[Tensor]:

@@ -59,7 +59,8 @@ class Gathered:
     ) -> None:
         self._copied, self._fills = copied, fills
         known = values_at_end(trace)  # of other batches, too, in which it may call more
-        self.keys: Collection[ValueKey] = frozenset(key for key in known if key[:2] in outputs)
+        given = {call: len(specs) for call, (_, specs) in outputs.items()}
+        self.keys: Collection[ValueKey] = frozenset(key for key in known if key[2] < given.get(key[:2], 0))
         self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
         self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
         self._described: dict[int, Mapping[tuple[int, int], Structure]] = {}

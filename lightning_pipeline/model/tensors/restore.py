@@ -63,6 +63,7 @@ class ModuleState:
         copied = [one for one in buffers if not writes_undone or one.device.type == "cpu"]
         known = [(one, values) for one in copied if (values := _copy_values(one)) is not None]
         self._buffers = [(buffer, values, version_of(buffer)) for buffer, values in known]
+        self._graphs = [(buffer, buffer.grad_fn) for buffer, _ in known]
         parameters = [p for p in root.parameters() if not isinstance(p, UninitializedParameter)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         kept = [one for one in buffers if writes_undone and not isinstance(one, UninitializedBuffer)]
@@ -83,6 +84,9 @@ class ModuleState:
                 move_back(tensor, memory)
         for buffer, value, version in self._buffers:
             put_back(buffer, value, version)
+        for buffer, graph in self._graphs:
+            if buffer.grad_fn is not graph and not buffer._is_view():  # it leads to what was computed since
+                buffer.detach_()
         for parameter, flag in self._flags:
             parameter.requires_grad_(flag)
 

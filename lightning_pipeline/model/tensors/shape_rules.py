@@ -172,8 +172,9 @@ _RULES: dict[Any, Callable[..., tuple[Any, ...] | None]] = {
 
 
 def of_most(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[[TensorSpec], Tensor]
-) -> Any:
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[[TensorSpec], Tensor],
+    *, few: bool = False,
+) -> Any:  # fmt: skip
     """What an operation returns whose length depends on values, as if all of them counted.
 
     Only a run without values may assume that: what is computed later has its own length.
@@ -183,10 +184,13 @@ def of_most(
         args: `torch.nonzero(h)` has (h,), `h[mask]` has (h, [mask]).
         kwargs: Its keyword arguments.
         make: Makes a placeholder.
+        few: Whether all values are taken to be alike, where the operation gives those that differ.
 
     Returns:
         None for an operator that is not known.
     """
+    if counts_apart(func):
+        return tuple(map(make, _APART[func](*args, few=few, **kwargs)))
     if func is _aten.index.Tensor and any(map(_is_unknown_mask, args[1])):
         places: list[Any] = []
         for index in args[1]:
@@ -201,6 +205,11 @@ def of_most(
         return None
     made = tuple(map(make, rule(*args, **kwargs)))
     return made if len(made) > 1 else made[0]
+
+
+def counts_apart(func: Any) -> bool:
+    """Whether an operation gives those of some values that differ."""
+    return func in _APART
 
 
 def chosen_by(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
@@ -229,35 +238,44 @@ def _all_selected(self: Tensor, mask: Tensor) -> tuple[TensorSpec]:
     return (_described(self, (torch.broadcast_shapes(self.shape, mask.shape).numel(),)),)
 
 
-def _all_different(
-    self: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    inverse = tuple(self.shape) if return_inverse or return_counts else (0,)
-    counts = (self.numel(),) if return_counts else (0,)
+def _different(
+    self: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
+    *, few: bool,
+) -> tuple[TensorSpec, TensorSpec, TensorSpec]:  # fmt: skip
+    number = _number(self.numel(), few)
     return (
-        _described(self, (self.numel(),)),
-        _described(self, inverse, torch.int64),
-        _described(self, counts, torch.int64),
+        _described(self, (number,)),
+        _described(self, tuple(self.shape) if return_inverse or return_counts else (0,), torch.int64),
+        _described(self, (number,) if return_counts else (0,), torch.int64),
     )
 
 
-def _all_apart(
-    self: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    return _all_along(self, dim, return_inverse=return_inverse, return_counts=return_counts)
-
-
-def _all_along(
-    self: Tensor, dim: int | None, sorted: bool = True, return_inverse: bool = False,
-    return_counts: bool = False,
+def _different_in_turn(
+    self: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None,
+    *, few: bool,
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec]:  # fmt: skip
-    number = self.numel() if dim is None else self.shape[dim]
-    places = tuple(self.shape) if dim is None else (number,)
+    return _different_along(self, dim, return_inverse=return_inverse, return_counts=return_counts, few=few)
+
+
+def _different_along(
+    self: Tensor, dim: int | None, sorted: bool = True, return_inverse: bool = False,
+    return_counts: bool = False, *, few: bool,
+) -> tuple[TensorSpec, TensorSpec, TensorSpec]:  # fmt: skip
+    number = _number(self.numel() if dim is None else self.shape[dim], few)
+    shape, places = (number,), tuple(self.shape)
+    if dim is not None:
+        dim %= self.dim()
+        shape, places = (*self.shape[:dim], number, *self.shape[dim + 1 :]), (self.shape[dim],)
     return (
-        _described(self, (number,) if dim is None else tuple(self.shape)),
+        _described(self, shape),
         _described(self, places if return_inverse else (0,), torch.int64),
         _described(self, (number,) if return_counts else (0,), torch.int64),
     )
+
+
+def _number(values: int, few: bool) -> int:
+    """How many of some values differ."""
+    return min(values, 1) if few else values
 
 
 def _counted(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[TensorSpec]:
@@ -279,11 +297,13 @@ def _all_boxes(dets: Tensor, scores: Tensor, iou_threshold: float) -> tuple[Tens
 _LONGEST: dict[Any, Callable[..., tuple[TensorSpec, ...]]] = {
     _aten.nonzero.default: _all_places,
     _aten.masked_select.default: _all_selected,
-    _aten._unique2.default: _all_different,
     _aten.bincount.default: _counted,
-    _aten.unique_consecutive.default: _all_apart,
-    _aten.unique_dim.default: _all_along,
     _aten.repeat_interleave.Tensor: _each_once,
+}
+_APART: dict[Any, Callable[..., tuple[TensorSpec, ...]]] = {
+    _aten._unique2.default: _different,
+    _aten.unique_consecutive.default: _different_in_turn,
+    _aten.unique_dim.default: _different_along,
 }
 _LONGEST_ELSEWHERE: dict[str, Callable[..., tuple[TensorSpec, ...]]] = {"torchvision::nms": _all_boxes}
 

@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import islice
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,23 @@ _UPDATES = "_update_count"  # where a metric counts its updates
 _METHODS = frozenset({FunctionType, MethodType, partial})  # a split module has some in the place of its own
 _HOOK_NOW = "_current_fx_name"  # where Lightning notes which hook runs
 _MANY = 1000
+
+
+class Assumed(NamedTuple):
+    """What a trace takes for granted of values that it does not have.
+
+    Attributes:
+        constants: What depends on the shapes of placeholders alone has its values (`zeros_like(h)`).
+        holds: What is answered where code asks whether something holds.
+        few: Of values of which code asks for those that differ, all are alike; else no two are.
+    """
+
+    constants: bool = False
+    holds: bool = False
+    few: bool = False
+
+
+NOTHING_ASSUMED = Assumed()
 
 
 def numbers_beside(others: Iterable[Owner]) -> Iterator[Place]:

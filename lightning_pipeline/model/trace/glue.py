@@ -20,6 +20,7 @@ from lightning_pipeline.model.tensors import (
     TensorSpec,
     by_shape_alone,
     chosen_by,
+    counts_apart,
     data_set_without_values,
     is_placeholder,
     map_tensors,
@@ -92,7 +93,7 @@ class Glue:
         self._restores: list[tuple[Tensor, Tensor, int]] = []
         self._saved: set[int] = set()
         self._hooks: list[tuple[int, str]] = []
-        self.guesses = Guesses(holds=observed.trace.holds, **observed.answers)
+        self.guesses = Guesses(holds=observed.trace.assumed.holds, **observed.answers)
         self._stand_ins: dict[int, Tensor] = {}
         self._poisoned_by: dict[int, Tensor] = {}  # the other way: the real tensor behind a stand-in
 
@@ -155,9 +156,11 @@ class Glue:
             return func(*args, **kwargs)
         except DynamicOutputShapeException:
             self._steers(list(operands_of(args, kwargs)))
-            result = of_most(func, args, kwargs, self._observed.mode.make)
+            trace = self._observed.trace
+            result = of_most(func, args, kwargs, self._observed.mode.make, few=trace.assumed.few)
             if result is None:
                 raise
+            trace.counts_apart |= counts_apart(func)
             return result
 
     def _note_work(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -308,7 +311,7 @@ class GlueOperations(TorchDispatchMode):
             if self._observed.runs_really:
                 self._note_made(func, args, kwargs or {}, result)
             return result
-        known = by_shape_alone(func, args) if self._observed.trace.constants else args
+        known = by_shape_alone(func, args) if self._observed.trace.assumed.constants else args
         return self._glue.operation(func, known, kwargs or {})
 
     def _note_made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

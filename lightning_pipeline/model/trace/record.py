@@ -33,7 +33,7 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     user_line,
 )
-from lightning_pipeline.model.trace.choices import plain_leaves
+from lightning_pipeline.model.trace.choices import NOTHING_ASSUMED, Assumed, plain_leaves
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch
 from lightning_pipeline.model.trace.units import Unit
@@ -189,10 +189,10 @@ class Trace:
         way_out: Patterns for `units` with which nothing is divided, as a trial has shown; empty: none known.
         asked: Whether code asks whether something holds of values that units compute.
         compares: Whether code reads a number of such values that it may compare with others.
-        holds: What it was answered.
+        assumed: What it took for granted of values that it did not have.
+        counts_apart: Whether code asks of such values for those that differ.
         leaves: Numbers and strings of the micro-batch that was traced.
         is_made_up: Whether nothing was traced, and all that is known are the units; see `untraced`.
-        constants: Whether what depends on the shapes of placeholders alone has its values (`zeros_like(h)`).
         index: The index of the batch that was traced.
         circumstances: What it may depend on beside the batch, as a digest.
         porting: Which ports it looked for; None: none.
@@ -257,10 +257,10 @@ class Trace:
     way_out: tuple[str, ...] = ()
     asked: bool = False
     compares: bool = False
-    holds: bool = False
+    assumed: Assumed = NOTHING_ASSUMED
+    counts_apart: bool = False
     leaves: Hashable = None
     is_made_up: bool = False
-    constants: bool = False
     index: int | None = None
     circumstances: str = ""
     porting: Porting | None = None
@@ -383,8 +383,7 @@ class Look(NamedTuple):
         device: Where the step runs.
         seeds: The random numbers of a micro-batch, where the trace is to draw those; `seen` then stands for
             calls that are the same.
-        constants: Whether what depends on shapes alone is to have its values.
-        holds: What is answered where code asks whether something holds of values that are not known.
+        assumed: What it takes for granted of values that are not known.
         opposite: The units that are called with such answers, in order, where they are to be the others; the
             run ends where it calls another one.
         costs: Whether to note what operations cost, and what autograd keeps of units.
@@ -396,8 +395,7 @@ class Look(NamedTuple):
     seen: Sequence[Call]
     device: torch.device
     seeds: MicrobatchSeeds | None = None
-    constants: bool = False
-    holds: bool = False
+    assumed: Assumed = NOTHING_ASSUMED
     opposite: tuple[int, ...] | None = None
     costs: bool = True
     answers: Mapping[str, Any] = MappingProxyType({})
@@ -444,7 +442,7 @@ class Observation:
         self.root, self.patches, self.mode = root, patches, mode
         self.stand_ins, self.device = stand_ins, look.device
         self.trace, self.seen, self.seeds = Trace(root, step, patches.units), look.seen, look.seeds
-        self.trace.constants, self.trace.holds, self.expected = look.constants, look.holds, look.opposite
+        self.trace.assumed, self.expected = look.assumed, look.opposite
         self.tags, self.handed, self.batch = TagStore(), TagStore(), TagStore()
         self.shared = SharedMemory(self.tags, self.origin)
         self.inside: Call | None = None

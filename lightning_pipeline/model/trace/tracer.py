@@ -175,11 +175,11 @@ class Tracer:
         if missing and isinstance(error, OpaqueError):
             raise error
         if missing:
-            kind = UndecidedError if self.glue.guesses.asked else SplitError
-            raise kind(
+            raise UndecidedError(
                 f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at "
-                f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. {_hint(error)}"
-            ) from error
+                f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. {_hint(error)}",
+                asked=self.glue.guesses.asked, counts_apart=self.trace.counts_apart,
+            ) from error  # fmt: skip
         self.effects.values_read()
         self.trace.ended_early = self.observed.ended_early = True
         self._everything_alive()
@@ -394,7 +394,16 @@ class OtherWayError(SplitError):
 
 
 class UndecidedError(SplitError):
-    """The step ended early after code had asked whether something holds of values that are not known."""
+    """The step ended early.
+
+    Attributes:
+        asked: Whether code had asked if something holds of values that are not known.
+        counts_apart: Whether it had asked for those of them that differ.
+    """
+
+    def __init__(self, message: str, *, asked: bool, counts_apart: bool) -> None:
+        super().__init__(message)
+        self.asked, self.counts_apart = asked, counts_apart
 
 
 def _plain(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -30,6 +30,8 @@ from lightning_pipeline.model.tensors import (
 )
 from lightning_pipeline.model.trace.ahead import Ahead, distances, has_weights_apart
 from lightning_pipeline.model.trace.choices import (
+    NOTHING_ASSUMED,
+    Assumed,
     circumstances,
     numbers_beside,
     numbers_changed,
@@ -106,7 +108,8 @@ def trace_step(
     patched = patches or UnitPatches(units)
     placeholders = mode or PlaceholderMode()
     batch = tuple(args), dict(kwargs or {})
-    look = Look(sinks, others, seen, device or torch.device("cpu"), seeds, costs=costs)
+    assumed = Assumed(few=like is not None and like.assumed.few)
+    look = Look(sinks, others, seen, device or torch.device("cpu"), seeds, assumed=assumed, costs=costs)
 
     beside: list[Any] = []  # metrics that the module does not have
 
@@ -128,17 +131,16 @@ def trace_step(
     try:
         found = _with_ports(once, like)
     except SplitError as error:
-        looks = [look._replace(constants=True)]
-        if isinstance(error, UndecidedError):
-            looks += [look._replace(holds=True), look._replace(holds=True, constants=True)]
-        found = _otherwise(error, [partial(once, look=other) for other in looks], like)
-    found = _with_a_loss(found, partial(once, look=look._replace(constants=found.constants, holds=True)))
-    again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
+        ways = [partial(once, look=look._replace(assumed=way)) for way in _ways_after(error, look.assumed)]
+        found = _otherwise(error, ways, like)
+    found = _to_its_end(found, partial(once, look=look._replace(assumed=found.assumed._replace(few=True))))
+    found = _with_a_loss(found, partial(once, look=look._replace(assumed=found.assumed._replace(holds=True))))
+    again = look._replace(assumed=found.assumed, opposite=found.path)
     compares = found.compares and seeds is not None
     for answers in other_answers(asked=found.asked, compares=compares) if opposite else ():
         _join_opposite(found, partial(once, look=again._replace(answers=answers)))
     if ahead and has_weights_apart(found):
-        _foresee(found, partial(once, look=look._replace(constants=found.constants, holds=found.holds)))
+        _foresee(found, partial(once, look=look._replace(assumed=found.assumed)))
     return found
 
 
@@ -222,6 +224,19 @@ def _with_a_loss(trace: Trace, once: Callable[..., Trace]) -> Trace:
     return trace
 
 
+def _to_its_end(trace: Trace, once: Callable[..., Trace]) -> Trace:
+    """Where a step ends early that asks which values differ: what it does where all of them are alike.
+
+    torchmetrics raises where a prediction has more values than there are classes.
+    """
+    if not (trace.ended_early and trace.counts_apart) or trace.assumed.few:
+        return trace
+    with suppress(SplitError):  # then the first says what it does
+        other = _with_ports(once, None)
+        return trace if other.ended_early else other
+    return trace
+
+
 def _foresee(trace: Trace, once: Callable[..., Trace]) -> None:
     """What batches to come need of the stages, as far as they call the same units.
 
@@ -241,6 +256,17 @@ def _foresee(trace: Trace, once: Callable[..., Trace]) -> None:
                 continue
             if other.path == trace.path and other.ports.keys() == trace.ports.keys():
                 trace.foresee(other)
+
+
+def _ways_after(error: SplitError, assumed: Assumed) -> list[Assumed]:
+    """What else may be taken for granted."""
+    asked = isinstance(error, UndecidedError) and error.asked
+    counts_apart = isinstance(error, UndecidedError) and error.counts_apart
+    ways = [Assumed(few=True), Assumed(constants=True, few=True)] if counts_apart else []
+    ways.append(Assumed(constants=True))
+    ways += [Assumed(holds=True), Assumed(holds=True, constants=True)] if asked else []
+    ways += [Assumed(holds=True, few=True)] if asked and counts_apart else []
+    return [way for way in ways if way != assumed] + [NOTHING_ASSUMED] * assumed.few
 
 
 def _otherwise(error: SplitError, ways: Sequence[Callable[..., Trace]], like: Trace | None) -> Trace:

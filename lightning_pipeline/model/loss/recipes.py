@@ -1,0 +1,117 @@
+"""What each value between units is made of, told alike in a batch and in its micro-batches.
+
+Two runs of a step may call other functions, where a count or a class that is not there chooses. A call is
+the same in both if it makes the same of the same: of what a unit returned, of an argument, of weights.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline._torch import DisableTorchFunction
+from lightning_pipeline.model.loss.events import Recipe
+from lightning_pipeline.model.loss.functions import written_by
+from lightning_pipeline.model.tensors import tensors_in, version_of
+
+_PLAIN = (str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
+
+
+class Recipes:
+    """Notes what the functions of one run of a step make.
+
+    Args:
+        held: Takes the tensors that no function between units has made, such as weights. Who compares two
+            runs holds them, so that no identity comes twice.
+    """
+
+    def __init__(self, held: list[Tensor]) -> None:
+        self._held, self._calls = held, Counter[int]()
+        self._known: dict[int, tuple[Any, int, Recipe]] = {}  # with the value, likewise
+
+    def begin(self, arguments: Any) -> None:
+        """The step is called with these."""
+        self._note_all(("argument",), arguments)
+
+    def answered(self, unit: int, output: Any) -> None:
+        """A unit has returned this."""
+        self._calls[unit] += 1
+        self._note_all(("unit", unit, self._calls[unit]), output)
+
+    def of(self, value: Any) -> Recipe:
+        """What a value is made of."""
+        return self._of(value)
+
+    def forget(self) -> None:
+        """Let go of every value."""
+        self._known.clear()
+
+    def run(self, func: Any, args: Any, kwargs: Any, call: Callable[[Recipe], Any]) -> Any:
+        """Run a function, and note what its result is made of.
+
+        Args:
+            func: The function.
+            args: Of it.
+            kwargs: Likewise.
+            call: Runs it; told what this call makes.
+        """
+        recipe = self._of((func, args, kwargs))
+        result = call(recipe)
+        for position, written in enumerate(written_by(func, args, kwargs)):
+            self._note(written, _digest(("written", position, recipe)) if recipe is not None else None)
+        if isinstance(result, Tensor | float):
+            self._note(result, recipe)
+        elif isinstance(result, tuple | list):
+            for position, one in enumerate(result):
+                self._note(one, _digest((position, recipe)) if recipe is not None else None)
+        return result
+
+    def _note_all(self, place: tuple[Hashable, ...], values: Any) -> None:
+        for position, tensor in enumerate(tensors_in(values)):
+            self._note(tensor, _digest((*place, position)))
+
+    def _note(self, value: Any, recipe: Recipe) -> None:
+        if isinstance(value, Tensor):
+            self._known[id(value)] = value, _version(value), recipe
+        elif isinstance(value, float):
+            self._known[id(value)] = value, 0, recipe
+
+    def _of(self, value: Any) -> Recipe:
+        if isinstance(value, Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, float) and id(value) in self._known:
+            return self._known[id(value)][2]
+        if isinstance(value, int | float):
+            return _digest((type(value).__name__, repr(value)))  # -1 and -2 have one hash
+        if isinstance(value, slice):
+            return self._of(("slice", value.start, value.stop, value.step))
+        if isinstance(value, dict):
+            return self._of(("dict", *value, *value.values()))
+        if isinstance(value, tuple | list):
+            parts = [self._of(one) for one in value]
+            return None if None in parts else _digest((type(value).__name__, *parts))
+        return (
+            _digest((type(value).__name__, value)) if isinstance(value, _PLAIN) or callable(value) else None
+        )
+
+    def _of_tensor(self, tensor: Tensor) -> Recipe:
+        known = self._known.get(id(tensor))
+        if known is None:
+            self._held.append(tensor)
+            self._note(tensor, _digest(("held", id(tensor))))
+            return self._known[id(tensor)][2]
+        return known[2] if known[1] == _version(tensor) else None
+
+
+def _version(tensor: Tensor) -> int:
+    with DisableTorchFunction():  # nobody is to take it for a function of the step
+        return version_of(tensor)
+
+
+def _digest(parts: Hashable) -> int | None:
+    try:
+        return hash(parts)
+    except TypeError:  # such as an object of a class that compares by what it holds
+        return None
