@@ -24,6 +24,10 @@ _WAYS_OUT = (
     "PipelineStrategy(loss_weighting='samples'); num_microbatches=1, or whole_steps=True, which is slower, "
     "gives the step the whole batch"
 )
+_AT_ONCE = (
+    "let the last stage compute it once for the batch, as one device does, by "
+    "PipelineStrategy(loss_over_batch=True, schedule='GPipe') (a contrastive or a Dice loss); otherwise, "
+)
 
 
 def check_no_class_weights(step: str, inside: Mapping[str, str]) -> None:
@@ -375,9 +379,7 @@ class Follower:
     def _lost(self, where: str) -> SplitError:
         return SplitError(
             f"what {self._step} returns is divided by what differs between micro-batches, and cannot be "
-            f"followed {where}: let the last stage compute it once for the batch, as one device does, by "
-            "PipelineStrategy(loss_over_batch=True, schedule='GPipe') (a Dice loss); "
-            f"otherwise, {_WAYS_OUT}"
+            f"followed {where}: {_AT_ONCE}{_WAYS_OUT}"
         )
 
     def _own_share(self, own: OwnDivisor, loss: Tensor) -> Share:
@@ -455,7 +457,7 @@ class Follower:
             raise SplitError(
                 f"what {self._step} returns cannot be compared with what it would for the whole batch: "
                 f"from {shares.strayed} on, a micro-batch calls other functions, and values of the batch "
-                f"decide what the loss is divided by: {_WAYS_OUT}"
+                f"decide what the loss is divided by: {_AT_ONCE}{_WAYS_OUT}"
             )
         self._say(
             f"{self._step} calls other functions for a micro-batch than for the batch as a whole, from "
