@@ -76,7 +76,10 @@ class Feed:
         rank_zero_warn(
             "the ranks of this pipeline load different data, so one rank loads for all from now on "
             "(data='broadcast'). To load on every rank, make the data repeatable: "
-            "seed_everything(..., workers=True) before it is made, or a generator of its own"
+            "seed_everything(..., workers=True) before it is made, or a generator of its own. Data that are "
+            "divided among processes (a sampler of your own by torch.distributed.get_rank() and "
+            "trainer.world_size) are to be divided among replicas, as stages count there: by "
+            "trainer.strategy.replica_index of trainer.strategy.num_replicas; else a share of them is seen"
         )
         return self._first(peekable)
 

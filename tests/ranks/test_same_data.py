@@ -370,6 +370,41 @@ def test_data_without_a_seed_come_from_one_rank_with_a_warning(
     assert abs(first[3]) < 1e-10
 
 
+class Shares(IterableDataset[Any]):
+    """Of a project that divides its samples among processes, or among replicas."""
+
+    def __init__(self, by_replica: Callable[[], tuple[int, int]] | None) -> None:
+        self.by_replica = by_replica
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = 0, 1
+        if self.by_replica is not None:
+            rank, size = self.by_replica()
+        elif torch.distributed.is_initialized():
+            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for x, y in list(loader(32).dataset)[rank::size]:
+            yield x, y
+
+
+def divided(pipeline: dict[str, Any] | None, by_replica: bool) -> Any:
+    module, run = Regression(), trainer(pipeline, max_epochs=1, limit_val_batches=0)
+    strategy: Any = run.strategy
+    own = (lambda: (strategy.replica_index, strategy.num_replicas)) if by_replica else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(module, DataLoader(Shares(own if pipeline else None), batch_size=8))
+    return weights(module), [str(one.message) for one in caught if "load different data" in str(one.message)]
+
+
+def test_data_that_are_divided_among_processes_are_to_be_divided_among_replicas(ranks: Ranks) -> None:
+    (_, said), _ = ranks(2)(divided, TWO, False)
+    assert "trainer.strategy.replica_index" in said[0]
+    expected, _ = divided(None, False)
+    for found, nothing in ranks(2)(divided, TWO, True):
+        assert not nothing
+        assert_same((found, {}), (expected, {}))
+
+
 def differs_later(pipeline: dict[str, Any]) -> None:
     module, run = Regression(), trainer(pipeline)
     batches = list(loader(24))

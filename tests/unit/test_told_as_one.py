@@ -35,7 +35,9 @@ def test_what_differs_is_taken_where_it_goes_by_nothing_that_was_made_up(
             ran.append(loss)
             yield Heard(loss, {}, [], is_sure=True)
 
-    found = told_otherwise(OF_PARTS, None, {}, 4, runs, trains=True, is_filled=lambda: filled, twice=twice)
+    found = told_otherwise(
+        OF_PARTS, None, {}, 4, runs, trains=True, is_filled=lambda: filled, twice=lambda: twice
+    )
     assert [one.theirs for one in found.told] == told
     assert len(ran) == made
     if filled and losses != [1.0, 1.0]:

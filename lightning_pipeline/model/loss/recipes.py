@@ -5,7 +5,14 @@ the same in both if it makes the same of the same: of what a unit returned, of a
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -16,7 +23,15 @@ from lightning_pipeline.model.loss.events import Recipe
 from lightning_pipeline.model.loss.functions import written_by
 from lightning_pipeline.model.tensors import tensors_in, version_of
 
-_PLAIN = (str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
+_FUNCTIONS = (
+    FunctionType,
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    MethodWrapperType,
+)
+_PLAIN = (*_FUNCTIONS, type, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
+_DEEP, _LONG = 4, 1000  # of arguments that are looked into
 
 
 class Recipes:
@@ -45,7 +60,7 @@ class Recipes:
         return self._of(value)
 
     def forget(self) -> None:
-        """Let go of every value."""
+        """Let go of every value that the run has made."""
         self._known.clear()
 
     def run(self, func: Any, args: Any, kwargs: Any, call: Callable[[Recipe], Any]) -> Any:
@@ -57,7 +72,7 @@ class Recipes:
             kwargs: Likewise.
             call: Runs it; told what this call makes.
         """
-        recipe = self._of((func, args, kwargs))
+        recipe = self._of((func, tuple(args), kwargs), _DEEP + 1)
         result = call(recipe)
         for position, written in enumerate(written_by(func, args, kwargs)):
             self._note(written, _digest(("written", position, recipe)) if recipe is not None else None)
@@ -78,7 +93,7 @@ class Recipes:
         elif isinstance(value, float):
             self._known[id(value)] = value, 0, recipe
 
-    def _of(self, value: Any) -> Recipe:
+    def _of(self, value: Any, depth: int = _DEEP) -> Recipe:
         if isinstance(value, Tensor):
             return self._of_tensor(value)
         if isinstance(value, float) and id(value) in self._known:
@@ -86,28 +101,38 @@ class Recipes:
         if isinstance(value, int | float):
             return _digest((type(value).__name__, repr(value)))  # -1 and -2 have one hash
         if isinstance(value, slice):
-            return self._of(("slice", value.start, value.stop, value.step))
+            return self._of_parts(("slice", value.start, value.stop, value.step), depth)
         if isinstance(value, dict):
-            return self._of(("dict", *value, *value.values()))
+            return self._of_parts(("dict", *value, *value.values()), depth)
         if isinstance(value, tuple | list):
-            parts = [self._of(one) for one in value]
-            return None if None in parts else _digest((type(value).__name__, *parts))
-        return (
-            _digest((type(value).__name__, value)) if isinstance(value, _PLAIN) or callable(value) else None
-        )
+            return self._of_parts((type(value).__name__, *value), depth)
+        return _digest((type(value).__name__, value)) if isinstance(value, _PLAIN) else None
+
+    def _of_parts(self, parts: Sequence[Any], depth: int) -> Recipe:
+        if not depth or len(parts) > _LONG:
+            return None
+        found = [self._of(one, depth - 1) for one in parts]
+        return None if None in found else _digest(tuple(found))
 
     def _of_tensor(self, tensor: Tensor) -> Recipe:
         known = self._known.get(id(tensor))
-        if known is None:
-            self._held.append(tensor)
-            self._note(tensor, _digest(("held", id(tensor))))
-            return self._known[id(tensor)][2]
-        return known[2] if known[1] == _version(tensor) else None
+        if known is not None:
+            return known[2] if known[1] == _version(tensor) else None
+        if not _is_leaf(tensor):  # of a graph that nobody is to hold
+            return None
+        self._held.append(tensor)
+        self._note(tensor, _digest(("held", id(tensor))))
+        return self._known[id(tensor)][2]
 
 
 def _version(tensor: Tensor) -> int:
     with DisableTorchFunction():  # nobody is to take it for a function of the step
         return version_of(tensor)
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    with DisableTorchFunction():
+        return tensor.grad_fn is None
 
 
 def _digest(parts: Hashable) -> int | None:

@@ -147,6 +147,7 @@ class Rehearsal(_DryRun):
     def close(self) -> None:
         """Let go of all values, those that its observers hold too: they may hold the graphs of weights."""
         super().close()
+        self._observer.recipes.forget()
         self.mixing = self.follow = self.recipes = None
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
