@@ -382,8 +382,7 @@ class Shares(IterableDataset[Any]):
             rank, size = self.by_replica()
         elif torch.distributed.is_initialized():
             rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        for x, y in list(loader(32).dataset)[rank::size]:
-            yield x, y
+        yield from list(loader(32).dataset)[rank::size]
 
 
 def divided(pipeline: dict[str, Any] | None, by_replica: bool) -> Any:
