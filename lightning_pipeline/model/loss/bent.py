@@ -439,6 +439,10 @@ def _unknown() -> None:
     raise DifferentWaysError
 
 
+NOBODY_KNOWS = Bent(_unknown, (), always=True)
+"""Of what is made otherwise than in the whole batch's step."""
+
+
 def _with_item(value: Tensor, index: Any, item: Any) -> Tensor:
     """`value[index] = item`, in a copy."""
     copy = value.clone()

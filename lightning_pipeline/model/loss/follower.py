@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.loss.bent import Bent
+from lightning_pipeline.model.loss.bent import NOBODY_KNOWS, Bent
 from lightning_pipeline.model.loss.events import SHAPES, VALUES, OwnDivisor, Share, Whole
 from lightning_pipeline.model.loss.rules import FOLLOWED
 from lightning_pipeline.model.loss.shares import Shares
@@ -275,7 +275,8 @@ class Follower:
         share, bent = shares.of(value), shares.bent(value)
         drawn = shares.whole.unclear and (shares.whole.ragged or (bent and bent.origins() != {SHAPES}))
         is_other = shares.may_be_another(value)
-        if bent is not None and not (drawn or is_other):
+        bent = NOBODY_KNOWS if bent is not None and is_other else bent
+        if bent is not None and not drawn:
             self._bends = True
             self._plain = self._plain and VALUES not in bent.origins()
             total = share.total() if share is not None and not share.lost and bent.is_sum else None
