@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.model.tensors import MOVING, is_placeholder
 
 
 def functions(*owners_and_names: tuple[Any, str]) -> list[Any]:
@@ -37,18 +37,11 @@ _LINEAR_NAMES = (
     "squeeze unsqueeze cpu cuda nan_to_num __getitem__ __neg__ positive",
 )
 LINEAR = frozenset(function for names in _LINEAR_NAMES for function in both(names))
-_OF_ONE_NAMES = (
-    "transpose permute t adjoint movedim moveaxis swapaxes swapdims tril tril_ triu triu_ diagonal diag",
-    "trace diag_embed roll flip fliplr flipud rot90 narrow select index_select gather take take_along_dim",
-    "cumsum repeat tile unflatten ravel unbind chunk split tensor_split expand expand_as broadcast_to",
-    "masked_fill masked_fill_ fill_diagonal_ index_fill index_fill_ diff bmm outer kron tensordot",
-    "masked_select where repeat_interleave scatter matmul mm mv __matmul__ __rmatmul__ dot inner vdot einsum",
-    "addmm masked_scatter",
-)
 _TURNED: list[Any] = [Tensor.T, Tensor.mT, Tensor.H, Tensor.mH]
 LINEAR_OF_ONE = frozenset((
-    *(function for names in _OF_ONE_NAMES for function in both(names)), torch.nn.functional.pad,
-    torch.nn.functional.linear, *(one.__get__ for one in _TURNED),
+    *both(" ".join(MOVING)), *both(" ".join(f"{name}_" for name in MOVING)),
+    *both("expand expand_as matmul mm mv __matmul__ __rmatmul__ dot inner vdot"),
+    torch.nn.functional.pad, torch.nn.functional.linear, *(one.__get__ for one in _TURNED),
 ))  # fmt: skip
 """What is linear in one argument, where nothing is made of nothing: of what has no samples of its own."""
 JOINING = frozenset(functions((torch, "stack cat hstack concat")))

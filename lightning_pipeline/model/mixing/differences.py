@@ -205,12 +205,13 @@ def _met_between(
 ) -> Met | None:
     """Where values of units meet what follows from other samples."""
     chance = {place for place, *met in _pairs(first, again) if any(_differs(*both) for both in _values(*met))}
+    decides = first.decides | {place for place in first.moved if _may_have(first.met[place], samples)}
 
     def touched(row: int, other: Meetings, changed: Callable[[Any, Any, int, int], Any]) -> set[int]:
         return {
             place
             for place, one, same in _pairs(first, other)
-            if place in first.decides - chance
+            if place in decides - chance
             for both in _values(one, same)
             if changed(*both, row, samples) or _is_another(*both, one, same)
         }
@@ -221,6 +222,11 @@ def _met_between(
         start = end = touched(0, alike, _changed_for_one)
     place = _shared(start, end, len(first.met), samples)
     return None if place is None else first.met[place]
+
+
+def _may_have(met: Met, samples: int) -> bool:
+    """Whether what came out may have something for each sample."""
+    return any(size and size % samples == 0 for size in met.result or ())
 
 
 def _changed_for_one(before: Any, after: Any, row: int, samples: int) -> bool:
@@ -287,7 +293,8 @@ def placed_between(whole: Reached, own: Reached, rows: Rows) -> dict[str, Any]:
 def _met_out_of_place(whole: Meetings, own: Meetings, rows: Rows) -> dict[str, Any]:
     if [one.func for one in whole.met] != [one.func for one in own.met]:
         return {}
-    for place in sorted((whole.decides & own.decides) - whole.drawn):
+    grown = {place for place in whole.moved if whole.met[place].result != own.met[place].result}
+    for place in sorted((whole.decides & own.decides | grown & own.moved) - whole.drawn):
         met = whole.met[place]
         for theirs, mine in _values(met, own.met[place]):
             if _is_out_of_place(theirs, mine, rows):

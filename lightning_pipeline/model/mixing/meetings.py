@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_pipeline.model.tensors import MOVING, tensors_in
+
 _TIMES = frozenset({"mul", "multiply", "rmul", "imul"})
 _OVER = frozenset({"div", "divide", "true_divide", "truediv", "itruediv"})
 _LINEAR = _TIMES | _OVER | frozenset({
@@ -16,13 +18,6 @@ _LINEAR = _TIMES | _OVER | frozenset({
     "type_as", "contiguous", "reshape", "view", "flatten", "squeeze", "unsqueeze", "cpu", "cuda", "getitem",
     "sum", "mean", "add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "dot", "vdot", "inner", "matmul",
     "mm", "mv", "rmatmul", "stack", "cat", "hstack", "concat", "expand", "expand_as", "view_as",
-    "transpose", "permute", "t", "adjoint", "movedim", "moveaxis", "swapaxes", "swapdims", "tril",
-    "triu", "diagonal", "diag", "trace", "diag_embed", "roll", "flip", "fliplr", "flipud", "rot90",
-    "narrow", "select", "index_select", "gather", "take", "take_along_dim", "cumsum", "repeat", "tile",
-    "unflatten", "ravel", "unbind", "chunk", "split", "tensor_split", "broadcast_to", "masked_fill",
-    "fill_diagonal", "index_fill", "diff", "bmm", "outer", "kron", "tensordot", "einsum", "nansum",
-    "pad", "linear", "get", "masked_select", "where", "scatter", "addmm", "masked_scatter",
-    "repeat_interleave",
 })  # fmt: skip
 _NUMBERS = _TIMES | _OVER | frozenset({
     "add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "rtruediv", "rdiv", "pow", "rpow", "clamp",
@@ -87,6 +82,8 @@ class Meetings:
     Attributes:
         met: In order.
         decides: Numbers of those that have to have the batch's values; of others the loss is followed.
+        moved: Numbers of those of which what came out was moved or picked from: that is followed where it has
+            no samples, and decides else.
         drawn: Numbers of those that random numbers have a part in.
         called: All functions that were called, and units by their numbers, in order.
     """
@@ -95,6 +92,7 @@ class Meetings:
         self.met: list[Met] = []
         self.called: list[Any] = []
         self.decides: set[int] = set()
+        self.moved: set[int] = set()
         self.drawn: set[int] = set()
         self._scaled: dict[int, tuple[Tensor, frozenset[int]]] = {}
         self._soft: dict[int, Tensor] = {}
@@ -161,10 +159,14 @@ class Meetings:
             self.met.append(Met(func, line, position, shape, others, len(self.called)))
         if drawn:
             self.drawn |= set(range(before, len(self.met)))
-        if name not in _LINEAR:
+        if name in MOVING:
+            self.moved |= marks
+        elif name not in _LINEAR:
             self.decides |= marks
-        elif marks and isinstance(result, Tensor) and result.dim():
-            self._scaled[id(result)] = result, frozenset(marks)
+            return
+        for one in tensors_in(result) if marks else ():
+            if one.dim():
+                self._scaled[id(one)] = one, frozenset(marks)
 
     def leave(self, given: Iterable[Tensor]) -> None:
         """A unit is given these, or the step returns them."""

@@ -17,6 +17,7 @@ from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
     FLOPS_PER_BYTE,
     GRADIENT,
+    MOVING,
     SET_DATA,
     Flops,
     FormSeen,
@@ -96,6 +97,7 @@ from lightning_pipeline.model.tensors.user_code import user_line
 __all__ = [
     "FLOPS_PER_BYTE",
     "GRADIENT",
+    "MOVING",
     "NOTHING",
     "SET_DATA",
     "Code",

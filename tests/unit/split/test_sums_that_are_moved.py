@@ -78,6 +78,29 @@ def test_what_is_no_sum_is_said(name):
     assert fitted(lambda: Moves(OTHERS[name]), WAY)[1]
 
 
+ROWS = {
+    "gather": lambda r, y: r.gather(1, y[:, None]), "T": lambda r, y: r.T[:2], "flip": lambda r, y: r.flip(1)[:, :2],
+    "masked_fill": lambda r, y: r.masked_fill(y[:, None] == 1, 0), "unbind": lambda r, y: r.unbind(1)[1],
+    "where": lambda r, y: torch.where(y[:, None] == 1, r, 0.0), "linear": lambda r, y: linear(r, ONES[None] * 2),
+    "scatter": lambda r, y: r.scatter(1, y[:, None], 0.0), "chunk": lambda r, y: r.chunk(3, 1)[0],
+    "transpose": lambda r, y: r.transpose(0, 1)[0], "cumsum": lambda r, y: r.cumsum(1), "pad": lambda r, y: pad(r, (1, 1)),
+}  # fmt: skip
+
+
+class MovesRows(Moves):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.move(self.net(x) / x.abs().max(), y).mean()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_over_a_number_of_the_batch_are_one_devices(name):
+    expected, _ = fitted(lambda: MovesRows(ROWS[name]), None)
+    found, said = fitted(lambda: MovesRows(ROWS[name]), WAY)
+    assert not said
+    assert_same(found, expected)
+
+
 class OfViews(Regression):
     """FastSiam: each view against the mean of the others."""
 
