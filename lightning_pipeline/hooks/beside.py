@@ -32,22 +32,15 @@ class Beside:
             "fit_loop.": trainer.fit_loop,
             "fit_loop.epoch_loop.": trainer.fit_loop.epoch_loop,
         }
-        self._settings = [SettingsOwner(vars(one), f"trainer.{name}") for name, one in loops.items()]
-        self._lists = [ListsOwner(vars(trainer), "trainer.")]
+        settings = (SettingsOwner(vars(one), f"trainer.{name}") for name, one in loops.items())
+        self._settings = [*settings, ListsOwner(vars(trainer), "trainer.")]
 
     def owners(self) -> list[Owner]:
         """All of them, as they are now."""
         if self._code is None:
             self._code = code_of(self._trainer.lightning_module)
         objects, optimizers = list(objects_beside(self._trainer)), list(_optimizers(self._trainer))
-        return [
-            *objects,
-            *optimizers,
-            *owners_in_code(self._code),
-            *self._progress,
-            *self._settings,
-            *self._lists,
-        ]
+        return [*objects, *optimizers, *owners_in_code(self._code), *self._progress, *self._settings]
 
 
 class SettingsOwner(Owner):

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_pipeline.model.loss.bent import DifferentWaysError, together_in_form
 from lightning_pipeline.model.loss.events import type_of
 from lightning_pipeline.model.loss.follower import Part
+from lightning_pipeline.model.tensors import flatten, map_leaves, same_values
 
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
 
@@ -76,27 +77,23 @@ def given(value: Any) -> Any:
 
 def are_close(mine: Any, theirs: Any) -> bool:
     """Whether two calls give a metric the same but for rounding."""
-    if isinstance(mine, Tensor) or isinstance(theirs, Tensor):
-        one, other = torch.as_tensor(mine), torch.as_tensor(theirs)
-        if one.shape != other.shape or one.device != other.device:
-            return False
-        if not (one.is_floating_point() or one.is_complex()):
-            return bool(torch.equal(one, other))
-        rough = max(torch.finfo(one.dtype).eps, torch.finfo(other.dtype).eps)
-        scale = float(one.detach().abs().nan_to_num(posinf=0.0).max()) if one.numel() else 0.0
-        found = torch.allclose(
-            one.double(), other.double(), rtol=rough**0.6, atol=rough**0.75 * scale, equal_nan=True
-        )
-        return bool(found)
-    if isinstance(mine, dict):
-        same_keys = isinstance(theirs, dict) and mine.keys() == theirs.keys()
-        return same_keys and all(are_close(mine[key], theirs[key]) for key in mine)
-    if isinstance(mine, list | tuple):
-        paired = isinstance(theirs, list | tuple) and len(mine) == len(theirs)
-        return paired and all(map(are_close, mine, theirs))
-    if isinstance(mine, float) and isinstance(theirs, int | float):
-        return math.isclose(mine, theirs, rel_tol=1e-5, abs_tol=1e-9) or (mine != mine and theirs != theirs)
-    return bool(mine == theirs)
+    (ours, form), (others, other_form) = map(flatten, (_of_tensors(mine), _of_tensors(theirs)))
+    return form == other_form and all(map(_is_close, ours, others))
+
+
+def _of_tensors(value: Any) -> Any:
+    return map_leaves(lambda number: torch.tensor(number, dtype=torch.float64), value, float)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or not one.is_floating_point() or not other.is_floating_point():
+        return same_values(one, other)
+    rough, (one, other) = (
+        max(torch.finfo(one.dtype).eps, torch.finfo(other.dtype).eps),
+        (one.double(), other.double()),
+    )
+    scale = float(one.abs().nan_to_num(posinf=0.0).max()) if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=rough**0.6, atol=rough**0.75 * scale, equal_nan=True)
 
 
 def way_of(values: Sequence[Any], whole: Any, sizes: Sequence[int]) -> Way:

@@ -26,8 +26,7 @@ from lightning_pipeline.model.loss.metric_objects import (
     AnyMetric,
     copy_of,
     goes_by_call,
-    put_back_state,
-    state_of,
+    put_back,
     sums_samples,
 )
 from lightning_pipeline.model.tensors import flatten, map_tensors, same_values, tensors_in
@@ -62,7 +61,7 @@ class _Line:
         self.calls: list[list[_Call]] = []
         self.answers: list[Any] = []
         self.counts: Counter[int] = Counter()
-        self.before: Any = None  # what the metric held before the batch, where that may have to be put back
+        self.before: AnyMetric | None = None  # the metric as it was, where that may have to be put back
         self.is_read = False  # whether an answer was asked for
 
     @property
@@ -196,7 +195,7 @@ class MetricCalls:
             elif line.calls:
                 if of_all:
                     self._doubt(line.metric, _OF_ALL)
-                line.before = state_of(line.metric) if self.looks else None
+                line.before = self._copy(line.metric) if self.looks else None
                 self._answer(line, len(line.calls) - 1)
         self._answers = {place: line.answers for place, line in self._lines.items()}
 
@@ -284,7 +283,7 @@ class MetricCalls:
         certain = len(runs) > 1 and all(_are_alike(one, runs[0]) for one in runs[1:])
         if is_sure and certain:
             if line is not None and line.before is not None:
-                put_back_state(metric, line.before)
+                put_back(metric, line.before)
             for method, arguments in runs[0]:
                 self._run(metric, method, arguments)
             if line is not None and line.is_read:

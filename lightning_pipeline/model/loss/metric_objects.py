@@ -5,7 +5,6 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.classification import (
@@ -48,29 +47,12 @@ def goes_by_call(metric: AnyMetric, arguments: Any) -> bool:
     )
 
 
-def state_of(metric: AnyMetric) -> list[dict[str, Any]]:
-    """What each part of a metric holds, to be put back."""
-    return [
-        {name: _copied(value) for name, value in vars(part).items() if name in _held_by(part)}
-        for part in metric.modules()
-        if isinstance(part, Metric)
-    ]
-
-
-def put_back_state(metric: AnyMetric, state: list[dict[str, Any]]) -> None:
-    """Let a metric hold what it held."""
-    parts = [part for part in metric.modules() if isinstance(part, Metric)]
-    for part, held in zip(parts, state, strict=True):
-        for name, value in held.items():
-            object.__setattr__(part, name, value)
-
-
-def _held_by(part: Metric) -> set[str]:
-    return {*part._defaults, "_update_count", "_computed", "_forward_cache", "_update_called"}
-
-
-def _copied(value: Any) -> Any:
-    return [*value] if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
+def put_back(metric: AnyMetric, copied: AnyMetric) -> None:
+    """Let a metric hold what it held when it was copied."""
+    for mine, theirs in zip(metric.modules(), copied.modules(), strict=True):
+        if isinstance(mine, Metric):
+            for name in (*mine._defaults, "_update_count", "_computed", "_forward_cache"):
+                object.__setattr__(mine, name, getattr(theirs, name))
 
 
 def copy_of(metric: AnyMetric, patched: Container[int] | None = None) -> Any:

@@ -547,10 +547,10 @@ class SplitModel(OutsideSteps):
     def _at(self, microbatch: int) -> None:
         self.told.microbatch = microbatch
 
-    def release_metrics(self, step: str, *, is_sure: bool) -> None:
-        """After the batch was looked at as one, on the last stage: metrics are given what waited for that."""
+    def release_metrics(self, *, is_sure: bool) -> bool:
+        """After the batch was looked at as one, on the last stage: see `MetricCalls.release`."""
         with self.forward_context():
-            self.as_one.each |= {step} if self.told.calls.release(is_sure=is_sure) else set()
+            return self.told.calls.release(is_sure=is_sure)
 
     def finish(self) -> StepResult:
         """End the batch and hand out what the last stage has."""

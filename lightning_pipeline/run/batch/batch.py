@@ -329,7 +329,8 @@ class Batch:
                     report, merged, left, samples, split.as_one.runs, trains=self.trains,
                     is_filled=lambda: split.as_one.is_filled, twice=lambda: split.told.calls.asks_again,
                 )  # fmt: skip
-        split.release_metrics(self.step, is_sure=found.is_sure)
+        if split.release_metrics(is_sure=found.is_sure):
+            split.as_one.each.add(self.step)
         if self.step in split.as_one.kept and not found.is_sure:
             self.advice.of_kept()
         numbers = self._numbers_of(found)
