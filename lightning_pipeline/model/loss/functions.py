@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.tensors import MOVING, is_placeholder
+from lightning_pipeline.model.mixing import MOVING
+from lightning_pipeline.model.tensors import is_placeholder
 
 
 def functions(*owners_and_names: tuple[Any, str]) -> list[Any]:

@@ -9,6 +9,7 @@ from lightning_pipeline.model.mixing.differences import exchanges as exchanges
 from lightning_pipeline.model.mixing.differences import placed_between as placed_between
 from lightning_pipeline.model.mixing.differences import with_another as with_another
 from lightning_pipeline.model.mixing.looks import Reached as Reached
+from lightning_pipeline.model.mixing.meetings import MOVING as MOVING
 from lightning_pipeline.model.mixing.picked import Picked as Picked
 from lightning_pipeline.model.mixing.rows import Beside as Beside
 from lightning_pipeline.model.mixing.rows import Followed as Followed

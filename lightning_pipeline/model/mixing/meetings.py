@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_pipeline.model.tensors import MOVING, tensors_in
-
 _TIMES = frozenset({"mul", "multiply", "rmul", "imul"})
 _OVER = frozenset({"div", "divide", "true_divide", "truediv", "itruediv"})
 _LINEAR = _TIMES | _OVER | frozenset({
@@ -19,6 +17,16 @@ _LINEAR = _TIMES | _OVER | frozenset({
     "sum", "mean", "add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "dot", "vdot", "inner", "matmul",
     "mm", "mv", "rmatmul", "stack", "cat", "hstack", "concat", "expand", "expand_as", "view_as",
 })  # fmt: skip
+MOVING = frozenset({
+    "transpose", "permute", "t", "adjoint", "movedim", "moveaxis", "swapaxes", "swapdims", "tril",
+    "triu", "diagonal", "diag", "trace", "diag_embed", "roll", "flip", "fliplr", "flipud", "rot90",
+    "narrow", "select", "index_select", "gather", "take", "take_along_dim", "cumsum", "repeat", "tile",
+    "unflatten", "ravel", "unbind", "chunk", "split", "tensor_split", "broadcast_to", "masked_fill",
+    "fill_diagonal", "index_fill", "diff", "bmm", "outer", "kron", "tensordot", "einsum", "nansum",
+    "pad", "linear", "get", "masked_select", "where", "scatter", "addmm", "masked_scatter",
+    "repeat_interleave",
+})  # fmt: skip
+"""Functions, by name, that move, pick or add up what they are given: linear in it, where they add nothing."""
 _NUMBERS = _TIMES | _OVER | frozenset({
     "add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "rtruediv", "rdiv", "pow", "rpow", "clamp",
     "clip", "clamp_min", "clamp_max", "gt", "lt", "ge", "le", "where", "masked_fill", "full_like", "maximum",
@@ -164,8 +172,8 @@ class Meetings:
         elif name not in _LINEAR:
             self.decides |= marks
             return
-        for one in tensors_in(result) if marks else ():
-            if one.dim():
+        for one in result if isinstance(result, list | tuple) else (result,):
+            if marks and isinstance(one, Tensor) and one.dim():
                 self._scaled[id(one)] = one, frozenset(marks)
 
     def leave(self, given: Iterable[Tensor]) -> None:

@@ -17,7 +17,6 @@ from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
     FLOPS_PER_BYTE,
     GRADIENT,
-    MOVING,
     SET_DATA,
     Flops,
     FormSeen,
@@ -97,7 +96,6 @@ from lightning_pipeline.model.tensors.user_code import user_line
 __all__ = [
     "FLOPS_PER_BYTE",
     "GRADIENT",
-    "MOVING",
     "NOTHING",
     "SET_DATA",
     "Code",

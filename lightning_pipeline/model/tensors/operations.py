@@ -24,16 +24,6 @@ _NOT_BY_FORM = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shap
 _MASKS = (torch.bool, torch.uint8)
 GRADIENT: Any = cast(Any, Tensor).grad.__get__  # what a function mode sees where `.grad` is read
 FLOPS_PER_BYTE = 16.0  # operations whose time equals moving one byte; a round figure for CPUs and GPUs alike
-MOVING = frozenset({
-    "transpose", "permute", "t", "adjoint", "movedim", "moveaxis", "swapaxes", "swapdims", "tril",
-    "triu", "diagonal", "diag", "trace", "diag_embed", "roll", "flip", "fliplr", "flipud", "rot90",
-    "narrow", "select", "index_select", "gather", "take", "take_along_dim", "cumsum", "repeat", "tile",
-    "unflatten", "ravel", "unbind", "chunk", "split", "tensor_split", "broadcast_to", "masked_fill",
-    "fill_diagonal", "index_fill", "diff", "bmm", "outer", "kron", "tensordot", "einsum", "nansum",
-    "pad", "linear", "get", "masked_select", "where", "scatter", "addmm", "masked_scatter",
-    "repeat_interleave",
-})  # fmt: skip
-"""Functions, by name, that move, pick or add up what they are given: linear in it, where they add nothing."""
 
 
 def is_placeholder(tensor: Any) -> bool:
