@@ -120,7 +120,7 @@ def test_a_killed_rank_is_named(ranks: Ranks, tmp_path: Path, point: str, rank: 
     outcomes = outcomes_of(ranks, faulty, "kill", point, rank, str(tmp_path), 3, size=3)
     for outcome in outcomes:
         if outcome.rank == rank:
-            assert outcome.exit_code == -signal.SIGKILL
+            assert outcome.exit_code == -signal.SIGKILL, outcomes
         else:
             assert outcome.exit_code == 1, outcome
             assert after_fault(outcome, outcomes) < SOON

@@ -274,17 +274,18 @@ class Follower:
             return Part()
         share, bent = shares.of(value), shares.bent(value)
         drawn = shares.whole.unclear and (shares.whole.ragged or (bent and bent.origins() != {SHAPES}))
-        is_other = shares.may_be_another(value)
-        bent = NOBODY_KNOWS if bent is not None and is_other else bent
+        is_astray, follows = shares.may_be_another(value, followed=True), share is not None and not share.lost
+        adds = bent is not None and bent.is_sum and follows and not is_astray
+        bent = NOBODY_KNOWS if bent is not None and shares.may_be_another(value) and not adds else bent
         if bent is not None and not drawn:
             self._bends = True
             self._plain = self._plain and VALUES not in bent.origins()
-            total = share.total() if share is not None and not share.lost and bent.is_sum else None
+            total = share.total() if share is not None and follows and bent.is_sum else None
             return Part(
                 value * shares.fraction if total is None else total, bent=bent, is_known=total is not None
             )
         self._note(shares, share)
-        if share is None or share.lost or is_other or self._is_doubtful(shares, share):
+        if share is None or share.lost or is_astray or self._is_doubtful(shares, share):
             unclear = shares.is_astray or (share is not None and bool(share.lost))
             return Part(value * shares.fraction, is_unclear=unclear)
         self._bends = self._bends or always
@@ -342,8 +343,9 @@ class Follower:
         if share is not None and share.own is not None:
             self._compare_computed(shares, loss)
             return self._own_share(share.own, loss)
-        is_lost = share is None or bool(share.lost) or shares.may_be_another(loss)
-        is_astray = (bool(shares.strayed) and is_lost) or shares.ends_early
+        is_other = shares.may_be_another(loss, followed=True)
+        is_lost = share is None or bool(share.lost) or is_other
+        is_astray = (bool(shares.strayed) and is_lost) or is_other or shares.ends_early
         if is_astray and self.tries():
             return self._tried_share(loss)
         if is_astray and not bool(loss.detach()):  # it may have had nothing to divide
@@ -353,8 +355,8 @@ class Follower:
             self._stray(shares)
         self._compare_computed(shares, loss)
         bent, follows = shares.bent(loss), share is not None and not share.lost
-        is_other = bent is not None and not (bent.by_unit and follows)
-        if is_other and (share is None or follows or shares.is_mean(share)):
+        is_bent = bent is not None and not (bent.by_unit and follows)
+        if is_bent and (share is None or follows or shares.is_mean(share)):
             self._say(
                 f"what {self._step} returns is made of sums over samples in another way than by adding up, "
                 "such as the root of a mean: gradients are the mean of the micro-batches', as in gradient "
@@ -457,12 +459,12 @@ class Follower:
         if whole.ragged or whole.reads or None in whole.targets:
             raise SplitError(
                 f"what {self._step} returns cannot be compared with what it would for the whole batch: "
-                f"from {shares.strayed} on, a micro-batch calls other functions, and values of the batch "
+                f"from {shares.line} on, a micro-batch calls other functions, and values of the batch "
                 f"decide what the loss is divided by: {_AT_ONCE}{_WAYS_OUT}"
             )
         self._say(
             f"{self._step} calls other functions for a micro-batch than for the batch as a whole, from "
-            f"{shares.strayed} on, so that its loss is taken for a mean over samples. If it is not: "
+            f"{shares.line} on, so that its loss is taken for a mean over samples. If it is not: "
             f"{_WAYS_OUT}"
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_pipeline._torch import DisableTorchFunction
 from lightning_pipeline.model.loss.events import Recipe
-from lightning_pipeline.model.loss.functions import written_by
+from lightning_pipeline.model.loss.functions import values_in, written_by
 from lightning_pipeline.model.tensors import tensors_in, version_of
 
 _FUNCTIONS = (
@@ -123,6 +123,50 @@ class Recipes:
         self._held.append(tensor)
         self._note(tensor, _digest(("held", id(tensor))))
         return self._known[id(tensor)][2]
+
+
+class FoundByRecipe:
+    """Knows which values of a micro-batch are made of calls that were found by what they make.
+
+    From the first on, up to the next unit, all are: the micro-batch goes another way than the batch.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, bool]] = {}  # with the value, so that no identity comes twice
+        self._has_call, self._has_followed = False, False
+
+    def begin(self) -> None:
+        """A unit was called: the places of calls are known again."""
+        self._has_call = self._has_followed = False
+
+    def call(self, found: Any, *, followed: bool = False) -> None:
+        """A call was looked for by its recipe.
+
+        Args:
+            found: What was found; None: nothing.
+            followed: Whether its function is one that shares are followed through.
+        """
+        self._has_call |= found is not None
+        self._has_followed |= followed and found is not None
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A function has made this."""
+        known = [made for value in values_in(args, kwargs) if (made := self._made.get(id(value))) is not None]
+        if not (self._has_call or known):
+            return
+        is_followed = self._has_followed or any(followed for _, followed in known)
+        for value in result if isinstance(result, tuple) else (result, *written_by(func, args, kwargs)):
+            if isinstance(value, Tensor | float):
+                self._made[id(value)] = value, is_followed
+
+    def made(self, value: Any, *, followed: bool = False) -> bool:
+        """Whether a value is made of such a call, or of one whose function is followed."""
+        found = self._made.get(id(value))
+        return found is not None and (found[1] or not followed)
+
+    def forget(self) -> None:
+        """Let go of every value."""
+        self._made.clear()
 
 
 def _version(tensor: Tensor) -> int:

@@ -50,7 +50,7 @@ from lightning_pipeline.model.loss.functions import (
     values_in,
     written_by,
 )
-from lightning_pipeline.model.loss.recipes import Recipes
+from lightning_pipeline.model.loss.recipes import FoundByRecipe, Recipes
 from lightning_pipeline.model.loss.reductions import LOSSES, valid_targets
 from lightning_pipeline.model.loss.rules import (
     FOLLOWED,
@@ -82,7 +82,8 @@ class Shares:
         fraction: Samples of this micro-batch over those of the batch.
 
     Attributes:
-        strayed: The line from where on the micro-batch went another way than the batch.
+        strayed: The line from where on the micro-batch went another way than the batch; "" after a unit.
+        line: The last such line, in words for a message.
         taken: The functions that were called.
         flags: What the step was told by numbers of tensors that it decides by.
         differs: Whether a number between units is another one in the whole batch, or may be in another one.
@@ -91,10 +92,9 @@ class Shares:
     """
 
     def __init__(self, whole: Whole, root: nn.Module, fraction: float, *, by_values: bool = False) -> None:
-        self.fraction, self.strayed = fraction, ""
-        self.recipes, self._by_recipe = Recipes([]), False
+        self.fraction, self.strayed, self.line = fraction, "", "its last layer"
+        self.recipes, self._found = Recipes([]), FoundByRecipe()
         self._recipe: Recipe = None  # what the call that runs makes
-        self._late: dict[int, Any] = {}  # what calls that were found by their recipe have made, and all later
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
         self.flags: list[bool] = []
@@ -120,6 +120,7 @@ class Shares:
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
         self._entered.add(self._after)
+        self._found.begin()
         self._after = (number, nth)
         self._events, self.strayed = enumerate(self.whole.events.get(self._after, ())), ""
         self._calls = enumerate(self.whole.calls.after(self._after))
@@ -138,17 +139,21 @@ class Shares:
         """A value comes from elsewhere."""
         self._bent[id(value)] = value, bent
 
-    def may_be_another(self, value: Any) -> bool:
-        """Whether the whole batch's step may make more of a value, and this one has gone another way."""
-        return id(value) in self._late and (
-            self.whole.returned is None or self.recipes.of(value) != self.whole.returned
-        )
+    def may_be_another(self, value: Any, *, followed: bool = False) -> bool:
+        """Whether the whole batch's step may make more of a value, and this one has gone another way.
+
+        Args:
+            value: The value.
+            followed: Whether that is asked of sums alone, of which the functions that add them up are known.
+        """
+        is_found, theirs = self._found.made(value, followed=followed), self.whole.returned
+        return is_found and (theirs is None or self.recipes.of(value) != theirs)
 
     def forget(self) -> None:
         """Let go of every value: its memory is the backward's to free."""
         self._known.clear()
         self.recipes.forget()
-        self._late.clear()
+        self._found.forget()
         self._bent.clear()
         self._tables.clear()
         self._norms.clear()
@@ -195,9 +200,7 @@ class Shares:
         if func in LIKE:  # such as `mask.type_as(loss)`, in which no loss is
             args = (*args[:1], *(one.detach() if isinstance(one, Tensor) else one for one in args[1:]))
         result = self._shared(func, args, kwargs, run)
-        if self._by_recipe:
-            made = result if isinstance(result, tuple) else (result, *written_by(func, args, kwargs))
-            self._late.update((id(one), one) for one in made)
+        self._found.note(func, args, kwargs, result)
         if type(result) is bool:
             self.flags.append(result)
         self._note_places(func, args, kwargs, result)
@@ -306,7 +309,7 @@ class Shares:
             return None
         if seen is None or seen.func != func:  # what reads an attribute is made anew each time
             self._calls, made = None, self.whole.calls.that_makes(self._recipe)
-            self._by_recipe |= made is not None
+            self._found.call(made)
             return made
         return seen
 
@@ -421,9 +424,9 @@ class Shares:
             place = self._passed_over(func) if event is None else None
             if place is not None:
                 return ("event", *place), self.whole.events[place[0]][place[1]]
-            self.strayed = user_line(self.root)
+            self.strayed = self.line = user_line(self.root)
         event = self.whole.made.get(self._recipe)
-        self._by_recipe |= event is not None
+        self._found.call(event, followed=True)
         return ("made", self._recipe), event
 
     def _is_other(self, event: Event, func: Any, args: Any) -> bool:

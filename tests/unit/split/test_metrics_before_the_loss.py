@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipeline.errors import SplitError
 from tests.ranks.lightning_cases import FEATURES, Regression, trainer
 
 pytestmark = pytest.mark.usefixtures("no_group_is_left")
@@ -101,3 +102,35 @@ def test_the_loss_is_one_devices(recwarn, number, is_logged, way):
     assert {name: float(value) for name, value in told.items()} == pytest.approx(
         {name: float(value) for name, value in logged.items()}, rel=1e-5
     )
+
+
+class AddsMore(Regression):
+    """Calls by what is in the batch, makes a loss to which that of all classes adds, and calls one more layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.last = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+        self.marks = nn.Embedding.from_pretrained(torch.eye(3))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.net(x)
+        kinds, out = self.marks(y).argmax(-1).unique(), self.head(h)
+        _ = [out.detach()[:, int(k)].mean() for k in kinds]
+        loss = cross_entropy(out, y)
+        if len(kinds) > 2:
+            loss = loss + 0.1 * out.square().mean()
+        loss = loss + cross_entropy(self.last(h), y, ignore_index=2)
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_loss_to_which_the_batch_adds_before_another_layer_is_not_taken_for_the_micro_batches():
+    x = torch.randn(24, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = torch.tensor([0, 1, 0, 1, 0, 1, 2, 2, 2, 2, 2, 1] * 2)  # three classes in the batch, two in each part
+    loader = DataLoader(TensorDataset(x, y), batch_size=12)
+    run = trainer({"stages": 1, "num_microbatches": 2}, max_epochs=1)
+    with pytest.raises(
+        SplitError, match=r"from .*test_metrics_before_the_loss\.py.* on, a micro-batch calls"
+    ):
+        run.fit(AddsMore(), loader)
