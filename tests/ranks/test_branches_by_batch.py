@@ -171,7 +171,45 @@ def test_branches_by_an_array_or_a_list_are_warned_of(decides: str, by: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("seed", "kind"), [(2005, "equal"), (2036, "equal"), (100, "equal"), (49, "warned"), (1055, "refused")]
-)
+    ("seed", "kind"),
+    [
+        (2005, "equal"), (2036, "equal"), (100, "equal"), (49, "warned"), (1055, "equal"), (2039, "equal"),
+        (3002, "warned"), (97, "equal"),
+    ],
+)  # fmt: skip
 def test_random_branches_that_were_wrong_or_ended_in_an_error(seed: int, kind: str) -> None:
     assert outcome_of(random_branches(seed), None).partition(":")[0] == kind
+
+
+class FrozenAfterwards(Branches):
+    """Freezes its first layer when all layers have been called: the backward and the next batch find it so."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x, y), h = batch, batch[0]
+        for layer in self.layers:
+            h = layer(h)
+        loss = F.mse_loss(h, y)
+        self.layers[0].requires_grad_(not BY[self.by](x))
+        self.log("loss", loss)
+        return loss
+
+
+def fit_frozen(pipeline: dict[str, Any] | None, by: str) -> Any:
+    module, frozen = FrozenAfterwards("frozen", "nothing", by=by), list[bool]()
+    run = trainer(pipeline, max_epochs=2)
+    ends = pl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: frozen.append(module.layers[0].linear.weight.requires_grad)
+    )
+    run.callbacks.append(ends)
+    run.fit(module)
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    return weights(module), logs | {f"frozen {nth}": float(one) for nth, one in enumerate(frozen)}
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("by", [*BY])
+def test_what_is_frozen_after_its_last_call_is_that_of_one_device(ranks: Ranks, by: str, parts: int) -> None:
+    expected = fit_frozen(None, by)
+    pipeline = {"stages": 2, "num_microbatches": parts}
+    for found in ranks(2)(fit_frozen, pipeline, by):
+        assert_same(found, expected)

@@ -17,4 +17,5 @@ from lightning_pipeline.model.mixing.rows import Given as Given
 from lightning_pipeline.model.mixing.rows import Rows as Rows
 from lightning_pipeline.model.mixing.rows import is_cut_by_rows as is_cut_by_rows
 from lightning_pipeline.model.mixing.standing import standing_of as standing_of
+from lightning_pipeline.model.mixing.standing import trained_in as trained_in
 from lightning_pipeline.model.mixing.sums import sums_of_parts as sums_of_parts

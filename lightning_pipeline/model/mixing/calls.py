@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipeline.model.mixing.meetings import is_set
 from lightning_pipeline.model.mixing.picked import COUNTS, Picked
 from lightning_pipeline.model.mixing.positions import lengths
-from lightning_pipeline.model.mixing.standing import standing_of
+from lightning_pipeline.model.mixing.standing import standing_of, trained_in
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in, user_line
 
@@ -102,6 +102,9 @@ class Functions:
         """
         raise NotImplementedError
 
+    def leaves(self, root: nn.Module) -> None:
+        """The step is over, and leaves the LightningModule as it stands."""
+
     def end(self, result: Any) -> None:
         """The step has returned this."""
 
@@ -121,6 +124,7 @@ class Seen(Functions):
         lines: Of each of them.
         host: Where numpy's and Python's generators stood at the first unit.
         returns_more: Whether the step returned something beside its loss.
+        left: Which parameters are trained when the step is over; empty where it ends before.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class Seen(Functions):
         self.host: int | None = None
         self._standing: Hashable = None
         self.returns_more = self.ended = False
+        self.left: tuple[bool, ...] = ()
         self._whole: list[Called] = [] if whole is None else whole.calls
         self._elsewhere = {id(one): one for one in elsewhere}
         """These and what is made of them, which ranks may know or not."""
@@ -170,6 +175,10 @@ class Seen(Functions):
     def stands(self, module: nn.Module) -> None:
         """This unit is about to be called."""
         self._standing = standing_of(module)
+
+    def leaves(self, root: nn.Module) -> None:
+        """The step is over."""
+        self.left = trained_in(root)
 
     def begin(self, batch: Any) -> None:
         """The step begins, with these arguments."""

@@ -31,6 +31,7 @@ class Comparison:
 
     Attributes:
         by_sizes: Whether it is found to read whole numbers of the batch, such as its greatest length.
+        left_at: The last line of a step that freezes other parameters for a micro-batch than for the batch.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Comparison:
         elsewhere: Sequence[Tensor], sizes: Sequence[int],
     ) -> None:  # fmt: skip
         self._run, self._root, self._elsewhere, self._sizes = run, root, elsewhere, sizes
-        self.by_sizes = False
+        self.by_sizes, self.left_at = False, ""
 
     def is_as_given(self, part: int, batch: Any, elsewhere: Sequence[Tensor]) -> bool:
         """Whether the step takes a micro-batch as it stands, so that there is nothing to compare.
@@ -71,6 +72,8 @@ class Comparison:
         for number in range(len(self._sizes)):
             own = self._seen(number, Seen(self._elsewhere, root=self._root))
             parts.append(own)
+            if own.left and whole.left and own.left != whole.left and own.lines:
+                self.left_at = own.lines[-1]
             if own.keys != whole.keys:
                 for also in whole.asks():
                     given = self._seen(number, Seen(self._elsewhere, whole, also=also))

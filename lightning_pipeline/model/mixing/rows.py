@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.mixing.calls import NUMBERS, Called, Functions, Run, Seen, fresh
@@ -242,6 +242,11 @@ class Beside(Functions):
         """The step has returned this."""
         self._sees.end(result)
         self._gives.end(result)
+
+    def leaves(self, root: nn.Module) -> None:
+        """The step is over."""
+        self._sees.leaves(root)
+        self._gives.leaves(root)
 
 
 class Given(Functions):

@@ -11,6 +11,15 @@ _FLAGS = (bool, str, type(None))
 _PLAIN = (*_FLAGS, float)
 
 
+def trained_in(root: nn.Module) -> tuple[bool, ...]:
+    """Which parameters a backward gives gradients to, in their order.
+
+    Args:
+        root: The LightningModule.
+    """
+    return tuple(parameter.requires_grad for parameter in root.parameters())
+
+
 def standing_of(unit: nn.Module, *, numbers: bool = True) -> Hashable:
     """What decides how a unit computes and what has gradients: flags, and numbers that are no sizes.
 

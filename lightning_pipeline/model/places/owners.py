@@ -207,11 +207,14 @@ class FoundOwner(Owner):
 
 
 class Flags(Owner):
-    """Which parameters require a gradient, by name."""
+    """Which parameters require a gradient, by name: of those that stand there now."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__({}, "requires_grad of ")
-        self._root, self._tensors = root, dict(root.named_parameters())
+        self._root, self._slots = root, dict[str, tuple[dict[str, Any], str]]()
+        for path, _ in root.named_parameters():
+            owner, _, key = path.rpartition(".")
+            self._slots[path] = root.get_submodule(owner)._parameters, key
 
     @property
     def identity(self) -> int:
@@ -220,11 +223,14 @@ class Flags(Owner):
 
     def read(self) -> Mapping[Any, Any]:
         """All flags."""
-        return {name: tensor.requires_grad for name, tensor in self._tensors.items()}
+        found = ((name, slots.get(key)) for name, (slots, key) in self._slots.items())
+        return {name: tensor.requires_grad for name, tensor in found if tensor is not None}
 
     def write(self, key: Any, value: Any) -> None:
         """Set one."""
-        self._tensors[key].requires_grad_(value)
+        slots, name = self._slots[key]
+        if (tensor := slots.get(name)) is not None:
+            tensor.requires_grad_(value)
 
 
 class Memory(Owner):

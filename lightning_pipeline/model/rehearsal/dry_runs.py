@@ -11,7 +11,7 @@ from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.model.cut import Calls, Microbatch, Reads, Route, StageDone, StepRoutes, TracedOutputs
 from lightning_pipeline.model.loss import Observer
-from lightning_pipeline.model.mixing import Functions, standing_of
+from lightning_pipeline.model.mixing import Functions, standing_of, trained_in
 from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay import Replay, StageView
 from lightning_pipeline.model.tensors import (
@@ -140,6 +140,7 @@ class Rehearsal(_DryRun):
             if self.rehearses:
                 returned(result, self.is_sure)
             if self.mixing is not None:
+                self.mixing.leaves(self._view.root)
                 self.mixing.end(result)
         finally:
             self._draws.host_at(self._host, self._seeds.host_place())
@@ -227,6 +228,8 @@ class Walk(_DryRun):
             try:
                 self._reads.begin()
                 function(*args, **kwargs)
+                if self._reads.collects:
+                    self._functions = hash((self._functions, trained_in(self._view.root)))
             except StageDone:
                 pass
             except _NewWay:
@@ -251,7 +254,7 @@ class Walk(_DryRun):
         self._is_guess = False
         self._functions = hash((self._functions, func))
         self._reads.meet(func, args, kwargs)
-        array = array_of(func, args[0]) if args and is_placeholder(args[0]) else None
+        array = array_of(func, args[0] if args else None)
         result = run(func, args, kwargs) if array is None else array
         self._guesses.note_function(func, args, kwargs, result)
         if self._guesses.picked.counts(func, args):

@@ -74,6 +74,7 @@ class MixedSamples:
         self.partly = set[str]()
         self.mended = self.are_units_apart = False
         self._filled = FilledContainers(CannotRepeatError)
+        self._left_at: dict[str, str] = {}  # a line of steps that freeze others for a micro-batch
         self._reading = set[str]()  # steps that read containers which they also fill
         self._whole: set[tuple[str, tuple[int, ...]]] = set()  # of which what is given was looked at
 
@@ -106,6 +107,8 @@ class MixedSamples:
             step.seeds.one_host = False
             find_ways(step, sizes)
         self.mended = bool(step.mixing)
+        if step.name in self._left_at and not (self.mended or self._freeze(step, whole)):
+            trace.mixed.setdefault(self._left_at[step.name], ("a condition by which layers are frozen", 0))
         torn = step.name in self._finder.torn and not self.mended
         self.are_units_apart = torn and self._decides_apart(step, whole, sizes)
 
@@ -186,6 +189,8 @@ class MixedSamples:
                 (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
                 found = compared.lines(number, decides=trace.steered or not number)
                 trace.by_sizes |= compared.by_sizes
+                if compared.left_at:
+                    self._left_at[step.name] = compared.left_at
                 return found
             return compared.lines_of(number)
         except (CannotRepeatError, SplitError):
@@ -238,6 +243,19 @@ class MixedSamples:
             return False
         step.mixing = [partial(Given, one.answers, step.name) for one in found]
         return True
+
+    def _freeze(self, step: Step, whole: Microbatch) -> bool:
+        """Let backwards train what they do where the batch decides; whether that is known."""
+        if not self._is_known(step.trace):
+            return False
+        try:
+            (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+            with self._apart(step.name):
+                seen, left = self._run_whole(step, whole, route, Seen(self._finder.on_some_stages()))
+        except (CannotRepeatError, SplitError):
+            return False
+        step.left_by_batch = {label: one for label, one in left.items() if type(one) is bool}
+        return bool(seen.left)
 
     def _decides_apart(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
         """Whether what decides otherwise for some micro-batches than for others matters to a unit.

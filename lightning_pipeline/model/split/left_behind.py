@@ -133,7 +133,7 @@ class LeftBehind:
         ways: StepRoutes | None = None,
         whole: MicrobatchArguments | None = None,
         as_one: _AsOne | None = None,
-        left: Mapping[str, Any] | None = None,
+        left: Mapping[str, Any] | None = None, mended: bool = False,
     ) -> StepState | None:  # fmt: skip
         """For one batch; None where the step leaves nothing behind.
 
@@ -146,11 +146,12 @@ class LeftBehind:
             whole: Arguments of the batch as one.
             as_one: Its trace, and what units return for it.
             left: What the batch as one leaves, by label, where that is known before it runs.
+            mended: Whether micro-batches are given their part of what the step mixes.
         """
         step, several = trace.step, len(microbatches) > 1
         at_once, self._as_one = None, whole is not None
         if several:
-            self._know(trace, microbatches, sizes, merge, mended=left is not None)
+            self._know(trace, microbatches, sizes, merge, mended=mended)
             if whole is not None and as_one is not None and self._leaves_at_end(trace):
                 try:
                     at_once = Gathered(whole, *as_one(whole), sizes)
@@ -158,7 +159,7 @@ class LeftBehind:
                     if at_end in self._rules[step].values():
                         raise
                 if step not in self.doubtful:  # the batch as one leaves more
-                    self._know(trace, microbatches, sizes, merge, mended=left is not None)
+                    self._know(trace, microbatches, sizes, merge, mended=mended)
             self._look_at_counts(step, () if ways is None else ways.decisions)
             if len(self._stages) > 1:
                 self._refuse_chains(trace, left or {})

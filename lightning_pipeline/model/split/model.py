@@ -354,7 +354,7 @@ class SplitModel(OutsideSteps):
         self._find_row_order(at_once)
         self._known_left = self._step.left_by_batch or {}
         self._state = self._left_behind.new_state(
-            trace, microbatches, sizes, merge, ways, at_once, as_one, self._step.left_by_batch
+            trace, microbatches, sizes, merge, ways, at_once, as_one, self._known_left, self._mixing.mended
         )
         starts = self._buffers.starts(self._step, trace, at_once, as_one)
         for program in self.programs:

@@ -1,5 +1,6 @@
 """What the last stage tells the others after a batch: values that the next step reads there."""
 
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from operator import is_
@@ -15,6 +16,8 @@ from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensor
 
 _MOST = 1 << 16  # bytes of a tensor that every rank is told whether it reads it or not
 _FEW = 16
+MOST_COMPARED = 4096
+"""Elements of a tensor that is compared with another rank's."""
 _SMALL = (type(None), bool, int, float, complex, str)
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
 Gradients = dict[str, dict[int, Tensor]]
@@ -324,3 +327,21 @@ def fill(container: Any, whole: Any) -> None:
         return
     container.clear()
     (container.extend if isinstance(container, deque) else container.update)(whole)
+
+
+def leaves_compared(value: Any) -> float:
+    """How many numbers, texts and small tensors or arrays on the processor it holds; inf if there is else.
+
+    Args:
+        value: What stands in a place.
+    """
+    if isinstance(value, list | tuple | dict | deque | set):
+        few = len(value) <= MOST_COMPARED
+        items = value.values() if isinstance(value, dict) else value
+        return sum(map(leaves_compared, items)) if few else math.inf
+    if isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not (is_placeholder(value) or value.is_complex())
+        return value.numel() if plain and value.device.type == "cpu" else math.inf
+    if isinstance(value, numpy.ndarray):
+        return value.size if value.dtype.kind in "biuf" else math.inf
+    return 1 if type(value) in (bool, int, float, str, type(None)) else math.inf

@@ -1,13 +1,11 @@
 """What a step leaves behind: every micro-batch begins as the batch did, and the results are merged."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -42,19 +40,20 @@ from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.number_parts import NumberParts
 from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import (
+    MOST_COMPARED,
     FromLast,
     Gradients,
     Sent,
     added_to,
     fill,
     is_small,
+    leaves_compared,
     let_make,
     travels,
 )
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, set_values
 
 _FILLED = (list, dict, set, deque)
-_SMALL = 4096  # elements of a tensor that is compared
 
 
 class StepState:
@@ -165,6 +164,7 @@ class StepState:
                 self._results.append({e.place.label: self._found(e) for e in self._effects})
                 left = (self._results[-1][e.place.label] for e in self._effects if e.from_units)
                 self.parts.note(one.items if isinstance(one, _Grown) else one for one in left)
+            self._stand_for_backward()
             return
         for effect in self._all:
             if effect.from_units or not _is_for_backward(effect):
@@ -172,6 +172,13 @@ class StepState:
         for place, kept in self._aside:
             kept.give_back(place)
         self._fresh = not any(map(_is_for_backward, self._all))
+        self._stand_for_backward()
+
+    def _stand_for_backward(self) -> None:
+        """Let the backward train what it does in the batch, whatever the micro-batch has frozen."""
+        for effect in self._effects:
+            if effect.place.label in self._left and type(effect.place.owner) is Flags:
+                self._put(effect, self._start[effect.place.label], self._left[effect.place.label])
 
     @contextmanager
     def as_begun(self) -> Iterator[None]:
@@ -196,7 +203,9 @@ class StepState:
             return value
         if before is not None and isinstance(value, list | deque) and _is_grown(value, before):
             value = NewItems([value[index] for index in range(len(before), len(value))])
-        return map_tensors(_copied, own_containers(value)) if _leaves_compared(value) <= _SMALL else None
+        return (
+            map_tensors(_copied, own_containers(value)) if leaves_compared(value) <= MOST_COMPARED else None
+        )
 
     def _list_before(self, effect: Effect) -> Any:
         """What a list or deque without others in it held, that stood there when the batch began."""
@@ -464,20 +473,6 @@ class NewItems(NamedTuple):
     """What was added to the end of a list."""
 
     items: list[Any]
-
-
-def _leaves_compared(value: Any) -> float:
-    """How many numbers, texts and small tensors or arrays on the processor it holds; inf if there is else."""
-    if isinstance(value, list | tuple | dict | deque | set):
-        few = len(value) <= _SMALL
-        items = value.values() if isinstance(value, dict) else value
-        return sum(map(_leaves_compared, items)) if few else math.inf
-    if isinstance(value, Tensor):
-        plain = value.layout is torch.strided and not (is_placeholder(value) or value.is_complex())
-        return value.numel() if plain and value.device.type == "cpu" else math.inf
-    if isinstance(value, np.ndarray):
-        return value.size if value.dtype.kind in "biuf" else math.inf
-    return 1 if type(value) in (bool, int, float, str, type(None)) else math.inf
 
 
 def _copied(tensor: Tensor) -> Tensor:

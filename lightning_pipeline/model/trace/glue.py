@@ -334,7 +334,7 @@ def array_of(func: Any, tensor: Any) -> "numpy.ndarray[Any, Any] | None":
     Returns:
         None where the function makes no array of a tensor, or torch refuses it.
     """
-    if func not in _TO_ARRAY or not tensor.numel() or tensor.requires_grad:
+    if func not in _TO_ARRAY or not is_placeholder(tensor) or not tensor.numel() or tensor.requires_grad:
         return None
     number = tensor.reshape(-1)[0].item()
     with disable_current_modes():
