@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_pipeline._torch import FakeTensor, TorchDispatchMode, set_version
+from lightning_pipeline._torch import DisableTorchFunction, FakeTensor, TorchDispatchMode, set_version
 
 Operation = Any
 _aten = torch.ops.aten
@@ -222,16 +222,34 @@ def data_set_without_values(func: Any, args: tuple[Any, ...], *, writes: bool = 
     return True
 
 
-class WritesUndone(TorchDispatchMode):
-    """Inside, keeps the memory that operations write and have not made; `restore` puts its values back."""
+class _Watch(TorchDispatchMode):
+    """Sees operations; what it does itself is no function of the step, of which others take note.
+
+    Torch runs `torch.from_numpy(array)` without telling who watches functions, who then still watches here.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunction():
+            return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation."""
+        raise NotImplementedError
+
+
+class WritesUndone(_Watch):
+    """Inside, keeps the memory that operations write and have not made; `restore` puts its values back."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._before: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
         self._made: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and keep what it writes."""
         known = {storage_key(one) for one in operands_of(args, kwargs) if _has_memory(one)}
         for written in filter(_has_memory, written_tensors(func, args, kwargs)):
             key = storage_key(written)
@@ -258,7 +276,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (is_placeholder(tensor) or tensor.is_meta)
 
 
-class WritesSeen(TorchDispatchMode):
+class WritesSeen(_Watch):
     """Notes which of some tensors operations write in place, and puts their values back.
 
     Args:
@@ -266,7 +284,7 @@ class WritesSeen(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._held = {
             storage_key(tensor): tensor
             for tensor in tensors
@@ -274,8 +292,8 @@ class WritesSeen(TorchDispatchMode):
         }
         self._before: dict[int, tuple[Tensor, int]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and note what it writes."""
         for written in written_tensors(func, args, kwargs):
             key = storage_key(written)
             if key in self._held and key not in self._before:
@@ -294,7 +312,7 @@ class WritesSeen(TorchDispatchMode):
             put_back(self._held[key], before, version)
 
 
-class FormSeen(TorchDispatchMode):
+class FormSeen(_Watch):
     """Sees whether all that is read from real tensors follows from sizes and whole numbers in the code.
 
     So it is with positions, `torch.arange(x.shape[1])`, what is computed from them alone, and whether all of
@@ -306,12 +324,12 @@ class FormSeen(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.holds = True
         self._known: dict[int, Tensor] = {}  # held, so that no storage's identity is used twice
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and look at what it reads."""
         result = func(*args, **kwargs)
         if self.holds:
             self._see(func, args, kwargs, result)

@@ -155,9 +155,26 @@ class FromTheThirdBatch(Counts):
             super().count(made, batch, batch_idx)
 
 
+class WeighsByABuffer(Counts):
+    """Tensors that are made of arrays: counts of the batch are added before its own loss is weighed by them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(TARGETS, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        made = self.net(batch[0])
+        self.seen += torch.from_numpy(numpy.bincount(batch[1].argmax(1).numpy(), minlength=TARGETS))
+        return ((made - batch[1]) ** 2 / (1.0 + self.seen)).mean()
+
+    def counted(self):
+        return self.seen.clone().numpy()
+
+
 MODULES = [
     Counts, EmptiedEachEpoch, AnewEachEpoch, OfTargetsAlone, BeforeTheUnits, InADictionary, InAnObject, OfAGlobal,
     MovingAverage, Largest, AHistory, WeighsByCounts, FromTheThirdBatch,
+    WeighsByABuffer,
 ]  # fmt: skip
 
 
