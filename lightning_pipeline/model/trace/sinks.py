@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from threading import get_ident
 from typing import Any
 
+import numpy
 from torch import nn
 
 from lightning_pipeline.patching import patched
@@ -57,9 +58,11 @@ def printed_once(root: nn.Module) -> Iterator[None]:
         if get_ident() != thread:
             warned(*args, **kwargs)
 
+    told_by_numpy: Any = {kind: "ignore" for kind, way in numpy.geterr().items() if way in ("warn", "print")}
     with (
         redirect_stdout(_Dropped(sys.stdout)),
         patched(warnings, {"warn": warn}),  # a filter would let Python tell again what it has told
+        numpy.errstate(**told_by_numpy),  # which warns without asking there
         patched(logging.Logger, {"isEnabledFor": is_enabled}),  # `disable` clears a cache of every logger
         _own_print(root, lambda *args, **kwargs: None),
     ):
