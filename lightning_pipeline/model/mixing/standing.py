@@ -17,7 +17,8 @@ def trained_in(root: nn.Module) -> tuple[bool, ...]:
     Args:
         root: The LightningModule.
     """
-    return tuple(parameter.requires_grad for parameter in root.parameters())
+    with DisableTorchFunction():  # no function of the step's is among them
+        return tuple(parameter.requires_grad for parameter in root.parameters())
 
 
 def standing_of(unit: nn.Module, *, numbers: bool = True) -> Hashable:

@@ -223,13 +223,13 @@ class Walk(_DryRun):
 
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
         """Call the step, up to where values are needed; None where the way is not known."""
-        stood = self._host_draws()
+        stood, trained = self._host_draws(), trained_in(self._view.root)
         with self.functions, self.taint:
             try:
                 self._reads.begin()
                 function(*args, **kwargs)
-                if self._reads.collects:
-                    self._functions = hash((self._functions, trained_in(self._view.root)))
+                if self._reads.collects and trained != (now := trained_in(self._view.root)):
+                    self._functions = hash((self._functions, now))
             except StageDone:
                 pass
             except _NewWay:
