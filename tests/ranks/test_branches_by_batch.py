@@ -213,3 +213,7 @@ def test_what_is_frozen_after_its_last_call_is_that_of_one_device(ranks: Ranks, 
     pipeline = {"stages": 2, "num_microbatches": parts}
     for found in ranks(2)(fit_frozen, pipeline, by):
         assert_same(found, expected)
+
+
+def test_what_an_array_of_the_batch_decides_is_foreseen_by_its_numbers() -> None:
+    assert_same(fit_frozen({"stages": 1, "num_microbatches": 2}, "array"), fit_frozen(None, "array"))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.model.mixing.calls import Functions, Run, target_of
 from lightning_pipeline.model.mixing.meetings import name_of
-from lightning_pipeline.model.mixing.standing import standing_of, trained_in
+from lightning_pipeline.model.mixing.standing import standing_of
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import tensors_in
 
@@ -20,14 +20,12 @@ class Derivations(Functions):
 
     Attributes:
         calls: For each call of a unit what it is given is made of, and how the unit stands.
-        left: Which parameters are trained when the step is over.
     """
 
     def __init__(self) -> None:
         self._counts = Counter[int]()
         self._standing: Hashable = None
         self.calls: dict[tuple[int, int], Hashable] = {}
-        self.left: tuple[bool, ...] = ()
         self._last: tuple[int, int] = (0, 0)
         self._made: dict[int, tuple[Tensor, Hashable]] = {}  # held: no identity comes twice
 
@@ -39,10 +37,6 @@ class Derivations(Functions):
     def stands(self, module: nn.Module) -> None:
         """This unit is about to be called."""
         self._standing = standing_of(module)
-
-    def leaves(self, root: nn.Module) -> None:
-        """The step is over."""
-        self.left = trained_in(root)
 
     def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called."""
@@ -79,8 +73,6 @@ class Derivations(Functions):
 
 
 def are_alike(runs: Sequence[Derivations]) -> bool:
-    """Whether all give units the same, by how it is made, find them in one state, and freeze the same."""
+    """Whether all that call a unit give it the same, by how it is made, and find it in the same state."""
     first = {key: call for run in runs for key, call in run.calls.items()}
-    leave_alike = len({run.left for run in runs}) == 1
-    pairs = ((run.calls[key], call) for key, call in first.items() for run in runs if key in run.calls)
-    return leave_alike and all(own == call for own, call in pairs)
+    return all(run.calls[key] == call for key, call in first.items() for run in runs if key in run.calls)

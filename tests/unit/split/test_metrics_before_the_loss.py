@@ -134,3 +134,29 @@ def test_a_loss_to_which_the_batch_adds_before_another_layer_is_not_taken_for_th
         SplitError, match=r"from .*test_metrics_before_the_loss\.py.* on, a micro-batch calls"
     ):
         run.fit(AddsMore(), loader)
+
+
+class RootOfTheLast(AddsMore):
+    """What it calls by what is in the batch comes before a layer, and a root of a mean after it."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self.net(x)
+        kinds, out = self.marks(y).argmax(-1).unique(), self.head(h)
+        _ = [out.detach()[:, int(k)].mean() for k in kinds]
+        loss = cross_entropy(self.last(h), y)
+        self.log("root", loss.sqrt())
+        return loss
+
+
+def test_a_root_after_the_next_layer_is_one_devices(recwarn):
+    x = torch.randn(24, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = torch.tensor([0, 1, 0, 1, 0, 1, 2, 2, 2, 2, 2, 1] * 2)
+    logged = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        torch.manual_seed(3)
+        run = trainer(pipeline, max_epochs=1)
+        run.fit(RootOfTheLast(), DataLoader(TensorDataset(x, y), batch_size=12))
+        logged.append(float(run.callback_metrics["root"]))
+    assert logged[1] == pytest.approx(logged[0], rel=1e-10)
+    assert not [one for one in recwarn if "self.log" in str(one.message)]
