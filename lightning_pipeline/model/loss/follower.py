@@ -344,7 +344,7 @@ class Follower:
             self._compare_computed(shares, loss)
             return self._own_share(share.own, loss)
         is_other = shares.may_be_another(loss, followed=True)
-        is_lost = share is None or bool(share.lost) or is_other
+        is_lost = share is None or bool(share.lost)
         is_astray = (bool(shares.strayed) and is_lost) or is_other or shares.ends_early
         if is_astray and self.tries():
             return self._tried_share(loss)

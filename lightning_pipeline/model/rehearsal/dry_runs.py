@@ -223,12 +223,12 @@ class Walk(_DryRun):
 
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
         """Call the step, up to where values are needed; None where the way is not known."""
-        stood, trained = self._host_draws(), trained_in(self._view.root)
+        stood, trained = self._host_draws(), self._trained()
         with self.functions, self.taint:
             try:
                 self._reads.begin()
                 function(*args, **kwargs)
-                if self._reads.collects and trained != (now := trained_in(self._view.root)):
+                if trained != (now := self._trained()):
                     self._functions = hash((self._functions, now))
             except StageDone:
                 pass
@@ -266,6 +266,9 @@ class Walk(_DryRun):
     def _guessed(self) -> None:
         super()._guessed()
         self._is_guess = True
+
+    def _trained(self) -> tuple[bool, ...]:
+        return trained_in(self._view.root) if self._reads.collects else ()
 
     def _host_draws(self) -> str:
         return host_draws(Generators(self._view.root.modules())) if self._reads.collects else ""
