@@ -90,6 +90,8 @@ class LogRecorder:
         """Numbers of this batch that are not known to be one device's, and what to say of them."""
         self.followed = set[tuple[str, int]]()
         """Those that were followed, or will be, by name and how often that was logged before."""
+        self.weighed = set[tuple[str, int]]()
+        """Those that are the loss, whose micro-batches the user has weighed."""
         self._of_whole: dict[str, int] = {}  # batch sizes that the step of the whole batch gives
         self._numbers: dict[
             tuple[str, int], tuple[Any, bool]
@@ -110,6 +112,7 @@ class LogRecorder:
         """
         self._calls, self._seen, self._sizes, self.guesses = {}, {}, sizes, {}
         self.followed.clear()
+        self.weighed.clear()
         self.whole_begins()
         self._of_whole.clear()
         self._others.clear()
@@ -256,6 +259,7 @@ class LogRecorder:
             self._settle(name, call)
             if dtype is not None:
                 weighted = _is_of(call.sources, losses)
+                self.weighed |= {key} if weighted else set()
                 values.append(_weighted(call, weights) if weighted else self._reduced(key, call))
             entries.append(Entry(name, call.options, call.batch_size, call.metric, dtype))
         stacked = torch.stack(values) if values else None

@@ -1,14 +1,16 @@
 """Through the Trainer: a loss with a divisor of its own trains and logs as one device does with whole batches."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from lightning_pipeline.errors import ConfigurationError
-from tests.ranks.lightning_cases import Regression, assert_same, fit
+from tests.ranks.lightning_cases import Regression, assert_same, fit, loader
 
 
 class Masked(Regression):
@@ -113,6 +115,88 @@ def test_the_user_can_choose_how_losses_add_up(ranks: Any, how: str, factor: flo
     expected = one_step(None)
     for loss in ranks(2)(one_step, pipeline, group=False):
         assert loss == pytest.approx(factor * expected, rel=1e-12)
+
+
+class Chosen(Regression):
+    """Logs, measures and keeps what is no mean over samples, beside a loss of which the user says what it is."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.001)
+        self.losses = MeanMetric().set_dtype(torch.float64)
+        self.register_buffer("ema", torch.zeros((), dtype=torch.float64))
+
+    def of(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y, reduction="sum")
+
+    def masked(self, out: Tensor, y: Tensor) -> Tensor:
+        mask = y > 0.3
+        return (out - y)[mask].square().sum() / mask.sum().clamp(min=1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        out, y = self.net(batch[0]), batch[1]
+        loss = self.of(out, y)
+        self.losses.update(loss.detach())
+        self.log("losses", self.losses, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("masked", self.masked(out, y), on_step=True, on_epoch=True)
+        self.log("root", F.mse_loss(out, y).sqrt(), on_epoch=True)
+        self.ema = 0.9 * self.ema + 0.1 * self.masked(out, y).detach()
+        self.log("ema", self.ema)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        out, y = self.net(batch[0]), batch[1]
+        self.log("val_masked", self.masked(out, y))
+        self.log("val_sum", self.of(out, y))
+        self.log("val_root", F.mse_loss(out, y).sqrt())
+
+
+class OfMeans(Chosen):
+    def of(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y)
+
+
+class OfMasks(Chosen):
+    def of(self, out: Tensor, y: Tensor) -> Tensor:
+        return self.masked(out, y)
+
+    def microbatch_weight(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        assert self.trainer.training, "asked of batches that are trained on"
+        return (batch[1] > 0.3).sum()
+
+
+CHOSEN: list[tuple[Any, dict[str, Any]]] = [
+    (Chosen, {"loss_weighting": "sum"}),
+    (OfMeans, {"loss_weighting": "samples"}),
+    (OfMasks, {}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), CHOSEN, ids=["sum", "samples", "hook"])
+def test_what_is_no_loss_is_followed_where_the_user_weighs_the_loss(
+    ranks: Any, make: Any, options: dict[str, Any]
+) -> None:
+    expected = run(None, make)
+    for found in ranks(2)(run, {"stages": 2, "num_microbatches": 2, **options}, make, group=False):
+        assert_same(found, expected)
+
+
+class Root(Chosen):
+    def of(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y).sqrt()
+
+
+def test_the_loss_is_logged_as_the_user_weighs_it_and_nothing_is_said_of_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run({"stages": 1, "num_microbatches": 2, "loss_weighting": "samples"}, Root, max_steps=1)[1]
+    roots = []
+    for half in torch.arange(8).chunk(2):
+        module = Root()
+        x, y = (tensor[half] for tensor in next(iter(loader())))
+        roots.append(float(module.of(module.net(x), y).detach()))
+    assert found["loss_step"] == pytest.approx(sum(roots) / 2, rel=1e-12)
+    assert found["root"] != pytest.approx(sum(roots) / 2, rel=1e-6)
 
 
 class Negative(Hooked):

@@ -24,6 +24,7 @@ _WAYS_OUT = (
     "PipelineStrategy(loss_weighting='samples'); num_microbatches=1, or whole_steps=True, which is slower, "
     "gives the step the whole batch"
 )
+_WAYS_OUT_OF_LOGS = "num_microbatches=1, or whole_steps=True, which is slower, gives the step the whole batch"
 _AT_ONCE = (
     "let the last stage compute it once for the batch, as one device does, by "
     "PipelineStrategy(loss_over_batch=True, schedule='GPipe') (a contrastive or a Dice loss); otherwise, "
@@ -139,6 +140,7 @@ class Follower:
         self.doubt: str | None = None
         self._by_values, self._is_torn, self._has_loss, self._is_unlike = False, False, False, False
         self._flags: set[tuple[bool, ...]] = set()  # of the micro-batches
+        self._is_weighed = False
         self._is_harmless = False  # whether these differ where losses do not
         self._number = 0  # of the micro-batch that runs
 
@@ -169,6 +171,7 @@ class Follower:
         by_values: bool = False,
         is_torn: bool = False,
         called: Sequence[int] = (),
+        is_weighed: bool = False,
     ) -> None:
         """A batch comes.
 
@@ -181,7 +184,9 @@ class Follower:
             by_values: Whether values decide how much units return, so that shapes alone say nothing.
             is_torn: Whether it is known that micro-batches decide otherwise by what is in the batch.
             called: For each micro-batch what tells the functions that it is about to call; 0: nobody knows.
+            is_weighed: Whether the user has said what the loss of a micro-batch counts for.
         """
+        self._is_weighed = is_weighed
         self._by_values, self._is_torn, self._flags, self._is_unlike = by_values, is_torn, set(), False
         self._has_loss = self._step != "training_step"
         self._tried, self.worth = cache(tried), None
@@ -204,12 +209,20 @@ class Follower:
             self._given_up = True
             self._say(
                 f"{self._step} {found}, so that it cannot be run once more to find out what one device would "
-                "divide its loss by: it is taken for a mean over samples. If it is divided by anything else "
-                f"(tokens, a mask, weights), {_WAYS_OUT}"
+                f"divide {self._numbers} by: that is taken for a mean over samples. If it is divided by "
+                f"anything else (tokens, a mask, weights), {self._ways_out}"
             )
             return
         self._wholes = found
         self._plain = not any(whole.ragged for whole in self._wholes)
+
+    @property
+    def _numbers(self) -> str:
+        return "what it logs" if self._is_weighed else "its loss"
+
+    @property
+    def _ways_out(self) -> str:
+        return _WAYS_OUT_OF_LOGS if self._is_weighed else _WAYS_OUT
 
     def microbatch(self, microbatch: int) -> "Shares | Path":
         """A micro-batch comes: who sees its functions."""
@@ -225,9 +238,9 @@ class Follower:
         return self._path
 
     @property
-    def has_warned(self) -> bool:
-        """Whether something was said of the losses."""
-        return bool(self._said)
+    def compares_losses(self) -> bool:
+        """Whether the loss is to be that of the batch as one: nothing else was said of it."""
+        return not (self._said or self._is_weighed)
 
     def left(self) -> None:
         """The step of the micro-batch is over: only its way is kept, none of its values."""
@@ -247,9 +260,9 @@ class Follower:
         self._owed.add(tuple(path.taken))
         self._chances = _MOST_CHANCES
         self.doubt = (
-            f"{self._step} calls other functions between its units than in the batches before, whose losses "
-            "were plain means over samples: this batch is weighted by samples, and the next ones are looked "
-            f"at again. If such a loss is divided by anything else, {_WAYS_OUT}"
+            f"{self._step} calls other functions between its units than in the batches before, whose numbers "
+            f"were plain means over samples: {self._numbers} is weighted by samples in this batch, and the "
+            f"next ones are looked at again. If it is divided by anything else, {self._ways_out}"
         )
 
     def say_doubt(self, *, is_settled: bool = False) -> None:
@@ -307,12 +320,14 @@ class Follower:
             self._shares.know(value, bent)
 
     def loss(self, loss: Tensor) -> Share | None:
-        """The share of a loss; None where it is weighted by samples.
+        """The share of a loss; None where it is weighted by samples, or as the user says.
 
         Raises:
             SplitError: It is divided by what differs between micro-batches, and could not be followed.
         """
         known, self._has_loss = len(self._own), True
+        if self._is_weighed:
+            return None
         if self._is_unlike:
             self._doubt_unlike(loss)
         share = None if self._is_unlike else self._share_of(loss)
@@ -405,7 +420,8 @@ class Follower:
         Raises:
             SplitError: Some micro-batches have divided by what units decide, and others by something else.
         """
-        if len(self._flags) > 1 and not (self._is_torn or self._is_harmless) and self.doubt is None:
+        is_said = self._is_torn or self._is_harmless or self._is_weighed
+        if len(self._flags) > 1 and not is_said and self.doubt is None:
             self.doubt = (
                 f"{self._step} decides by what layers compute (`if loss > bound`), and the micro-batches of "
                 "one have decided otherwise than each other, where one device decides once for all of its "
@@ -477,8 +493,8 @@ class Follower:
             return False
         self._say(
             f"{self._step} draws random numbers with {whole.unclear}, of which it cannot be said what they "
-            "would be for the batch as a whole, so that its loss is taken for a mean over samples. If what "
-            f"it is divided by is drawn, {_WAYS_OUT}"
+            f"would be for the batch as a whole, so that {self._numbers} is taken for a mean over samples. "
+            f"If what it is divided by is drawn, {self._ways_out}"
         )
         return True
 
@@ -516,7 +532,7 @@ class Follower:
             line, _, whole = found[0]
             alike = len({(one[0], one[2]) for one in found}) == 1 and len(found) == len(self._fractions)
             here = sum(one[1] for one in found)
-            if alike and not math.isclose(here, whole) and line not in self._said:
+            if alike and not math.isclose(here, whole) and not self._is_weighed and line not in self._said:
                 self._said.add(line)
                 self._say(
                     f"{self._step} takes a mean of {whole:g} values for a batch as one, as one device does, "

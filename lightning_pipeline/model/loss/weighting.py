@@ -31,13 +31,13 @@ class Weights:
 
 
 def weights_of(
-    module: nn.Module, how: str, batches: Sequence[Any], sizes: Sequence[int], accumulate: int
+    module: nn.Module, how: str | None, batches: Sequence[Any], sizes: Sequence[int], accumulate: int
 ) -> Weights:
     """What each micro-batch counts for, as far as that is known before it has run.
 
     Args:
         module: May have `microbatch_weight(batch)`, which then decides.
-        how: The strategy's `loss_weighting`.
+        how: The strategy's `loss_weighting`; None for steps without a loss.
         batches: The micro-batches.
         sizes: Their samples.
         accumulate: Batches that one optimizer step adds up.
@@ -45,7 +45,7 @@ def weights_of(
     Raises:
         ConfigurationError: The hook returned something else than a number of at least 0.
     """
-    own: Callable[[Any], Any] | None = getattr(module, "microbatch_weight", None)
+    own: Callable[[Any], Any] | None = getattr(module, "microbatch_weight", None) if how else None
     if own is not None:
         given = [_weight(own(batch), type(module).__name__) for batch in batches]
         total = sum(given)

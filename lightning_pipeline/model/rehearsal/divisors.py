@@ -64,9 +64,9 @@ class Divisors:
 
         Args:
             step: The batch.
-            whole: Its arguments as one, and the shares of its micro-batches.
+            whole: Its arguments as one, and what its micro-batches are of it.
         """
-        arguments, fractions, step.scale = whole
+        arguments, fractions, step.scale, is_weighed = whole
         follower = step.follower = self._followers.setdefault(step.name, Follower(self._root, step.name))
         tensors = list(tensors_in(arguments))
 
@@ -81,13 +81,14 @@ class Divisors:
                 seen.unclear = "a function that is not known to"
             return wholes
 
-        follower.warn_of_losses(step.trace.losses_inside, tensors)
+        if not is_weighed:
+            follower.warn_of_losses(step.trace.losses_inside, tensors)
         tried = partial(self._worth.of, step, arguments, fractions)  # by each micro-batch's own numbers
         by_values = any(route.trace.follows_values for route in step.routes)
         tries = (lambda: None) if step.mixing else tried
         follower.begin(
             fractions, tensors, rehearse, tries, by_values=by_values,
-            is_torn=step.name in self._finder.torn, called=step.called,
+            is_torn=step.name in self._finder.torn, called=step.called, is_weighed=is_weighed,
         )  # fmt: skip
 
     def _rehearsed(self, step: Step, arguments: Any, tensors: list[Tensor]) -> list[Whole]:

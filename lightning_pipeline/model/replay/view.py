@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -24,8 +24,6 @@ from lightning_pipeline.model.tensors import (
 )
 from lightning_pipeline.model.trace import PortSpec, Runner, Trace, UnitPatches, Watch
 
-WholeBatch = tuple[Microbatch, Sequence[float], float]
-"""Arguments, each micro-batch's share of samples, and scale."""
 CallKey = tuple[int, int]
 Entry = tuple[int, int, Structure, tuple[TensorSpec, ...], States]
 Table = tuple[Entry, ...]
@@ -41,6 +39,22 @@ class Gathers(Protocol):
     def take(
         self, microbatch: int, given: Mapping[ValueKey, Tensor], described: Mapping[CallKey, Structure]
     ) -> None: ...
+
+
+class WholeBatch(NamedTuple):
+    """A batch as one.
+
+    Attributes:
+        arguments: Of the step.
+        fractions: Each micro-batch's share of samples.
+        scale: Of all gradients.
+        is_weighed: Whether the user has said what the loss of a micro-batch counts for.
+    """
+
+    arguments: Microbatch
+    fractions: Sequence[float]
+    scale: float
+    is_weighed: bool = False
 
 
 @dataclass(slots=True)
@@ -63,7 +77,7 @@ class Step:
         results: What the step returned on the last stage, detached, by micro-batch.
         losses: The undivided loss of each micro-batch, detached; None where the step returned None.
         parts: By micro-batch, what its loss is of the batch's, where that is not its mean by samples.
-        follower: Finds that, on the last stage; None where the weights are settled.
+        follower: Finds that, on the last stage; None where the loss is computed over all micro-batches.
         scale: Of all gradients, where the weights are not used.
         scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: Counts what the stages hold, in the steps that are looked at.

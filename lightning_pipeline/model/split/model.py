@@ -318,8 +318,8 @@ class SplitModel(OutsideSteps):
             key: Numbers that name the batch, such as epoch and batch index; random draws follow from them.
             replica: Index of the data-parallel replica.
             split_backward: Whether the plan has I and W actions.
-            whole: The batch as one, where the divisors of a loss and of what is logged are to be followed;
-                `weights` then are those of what has none.
+            whole: The batch as one, where the divisors of what is logged are to be followed, and of a loss
+                that the user has not weighed; `weights` then are those of what has none.
             sizes: Samples of each micro-batch; None: alike.
             merge: Merges one value per micro-batch.
             at_once: The batch as one, where the loss is computed over all of it.
@@ -371,7 +371,7 @@ class SplitModel(OutsideSteps):
             last = self.programs[self.num_stages - 1]
             last.unit_state = self.in_units.state(trace, last.index, sizes, but=later)
         self._try_mixing(at_once, later)
-        if whole is not None and weights is not None and len(microbatches) > 1:
+        if whole is not None and not whole.is_weighed and weights is not None and len(microbatches) > 1:
             check_no_class_weights(step, trace.weighted_inside)
         if self.has_last_stage and len(microbatches) > 1 and over_batch is None:
             self._open.enter_context(self.told.metrics_by_batch(step, sizes))
@@ -379,7 +379,7 @@ class SplitModel(OutsideSteps):
             with self._guards.lifted():
                 self._divisors.follow(self._step, whole)
             self.as_one.know(self._left_behind.told_at_end)
-            self.as_one.begin(self._step, self._state, whole[0], sizes, as_one)
+            self.as_one.begin(self._step, self._state, whole.arguments, sizes, as_one)
             if self._state is not None:
                 self._state.start_again()
         if self._step.mixing or self._step.follower is not None:

@@ -264,7 +264,8 @@ class Batch:
             self.seen = Parts([tuple(self.args)], [sum(sizes)], self.parts.batch_size)
         else:
             batches = [batch for batch, *_ in self.parts.args]
-            self.weights = weights_of(steps.module, steps.loss_weighting, batches, sizes, asked)
+            how = steps.loss_weighting if self.trains else None
+            self.weights = weights_of(steps.module, how, batches, sizes, asked)
             self.seen = self.parts
 
     def _begin(self) -> None:
@@ -272,14 +273,17 @@ class Batch:
         steps.recorder.begin(seen.sizes if seen.batch_size is not None else [None] * len(seen.sizes))
         steps.returned.begin(self.step, seen.sizes)
         steps.writes.begin(seen.sizes)
-        whole: WholeBatch = ((tuple(self.args), {}), weights.losses, 1 / weights.accumulate)
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(self.args), {})
+        total = sum(parts.sizes)
+        fractions = [size / total for size in parts.sizes]
+        whole = WholeBatch(arguments, fractions, 1 / weights.accumulate, is_weighed=weights.settled)
         with steps.split.findings.held():
             steps.split.begin(
                 self.step, [(args, {}) for args in parts.args],
                 weights=weights.gradients if self.trains else None, key=self.key,
                 replica=steps.replica, split_backward=self.plan.splits_backward,
-                whole=None if weights.settled else whole,
-                sizes=parts.sizes, merge=steps.merge, at_once=whole[0],
+                whole=None if steps.loss_over_batch else whole,
+                sizes=parts.sizes, merge=steps.merge, at_once=arguments,
             )  # fmt: skip
 
     def _finish(self) -> tuple[Tensor | None, Any]:
@@ -372,7 +376,10 @@ class Batch:
     def _numbers_of(self, found: Compared) -> dict[tuple[str, int], float]:
         """Logged numbers that are taken from the batch as one; warns of what else differs."""
         split, numbers = self._steps.split, dict[tuple[str, int], float]()
+        weighed = self._steps.recorder.weighed
         for one in found.told:
+            if (one.name, one.nth) in weighed:
+                continue  # the loss, which the user has weighed
             if one.name is None:
                 self.advice.of_loss(one.mine, one.theirs, one.lines)
             elif one.is_unknown and (one.name, one.nth) in self._steps.recorder.followed:

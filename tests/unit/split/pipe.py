@@ -13,6 +13,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.loss import Bent, DifferentWaysError, together
+from lightning_pipeline.model.replay import WholeBatch
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.model.trace import trace_step
@@ -149,7 +150,7 @@ def piped(
         if not splits[0].fits(step, total):
             microbatches, weights = split_arguments(batch, 1, count if each is not None else 0)
         entire = ((batch, count if each is not None else 0), {})
-        whole = (entire, weights, 1.0) if follow else None
+        whole = WholeBatch(entire, weights, 1.0) if follow else None
         at_once = ((batch, 0), {}) if over_batch else entire if as_one else None
         try:
             _run_batch(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipeline.model.rehearsal.dry_runs import Rehearsal
+from lightning_pipeline.model.replay import WholeBatch
 from lightning_pipeline.model.trace import choices
 from tests.unit.split.pipe import Module, Outcome, _run_batch, alone, assert_whole, piped, split_arguments
 
@@ -118,7 +119,7 @@ def losses_once_masked(unseen: bool) -> tuple[list[Any], list[list[str]]]:
     microbatches, weights = split_arguments(batch(), 3)
     found, said = [], []
     for count in (1, 2):
-        outcome, whole = Outcome(), (((batch(), 0), {}), weights, 1.0)
+        outcome, whole = Outcome(), WholeBatch(((batch(), 0), {}), weights, 1.0)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             _run_batch(splits, microbatches, weights, "training_step", count, outcome, False, whole)
