@@ -8,7 +8,9 @@ is Python text over a batch of `N` samples:
 * `h` (N, 8) hidden values, `o` (N, 3) outputs, `loss` what the step returns;
 * `s` the module, `q` (3) weights of classes.
 
-From seed `WEIGHTED_FROM` on losses are weighted by numbers of the batch alone, too.
+From seed `WEIGHTED_FROM` on losses are weighted by numbers of the batch alone, too. From `TOLD_FROM` on the user says
+what micro-batches' losses count for, so that the loss is put together of theirs; all else is that of the batch. Where
+the step mixes samples the loss may be the batch's, too.
 """
 
 import math
@@ -223,6 +225,7 @@ _CHANGING = (
     "sum((F.cross_entropy(o[v == k], v[v == k]) for k in v.unique()), start=N)", "(R * m).sum() / (m.sum() if m.any() else 1)",
 )  # fmt: skip
 ASTRAY_FROM = 600_000
+TOLD_FROM = 700_000
 _METRICS = (
     "s.f1(o.softmax(1), v)", "1 - s.f1(o.softmax(1), v)", "s.acc(o, v)", "s.acc(o, v).item()",
     "measures.accuracy(o, v, 'multiclass', num_classes=3)", "measures.mean_squared_error(o, y)", "s.r2(o[:, 0], y[:, 0])",
@@ -283,8 +286,13 @@ class LossProgram:
 
     @property
     def weighting(self) -> str:
-        """How micro-batches' losses are weighted."""
+        """How micro-batches' losses are weighted; "hook": by how many samples a mask leaves."""
         return str(dict(self.options).get("loss_weighting", "auto"))
+
+    def pipeline(self, stages: int) -> dict[str, Any]:
+        """Arguments of the strategy."""
+        options = {name: value for name, value in self.options if value != "hook"}
+        return {"stages": stages, **options}
 
 
 class _Drawer:
@@ -292,11 +300,11 @@ class _Drawer:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.weighted = seed >= WEIGHTED_FROM
+        self.weighted = WEIGHTED_FROM <= seed < TOLD_FROM
         families = ((DIVIDED_FROM, _WEIGHTED), (DECIDED_FROM, _DIVIDED), (CHOSEN_FROM, _DECIDED))
         families = (*families, (NORMED_FROM, _CHOSEN), (ASTRAY_FROM, _NORMED))
         self.of_batch = next((family for end, family in families if seed < end), _CHANGING)
-        self.chooses = seed >= CHOSEN_FROM
+        self.chooses = CHOSEN_FROM <= seed < TOLD_FROM
 
     def filled(self, text: str, depth: int, measured: bool) -> str:
         """A pattern with its rows `R`, numbers `N`, Python numbers `P` and thresholds `T` drawn."""
@@ -389,12 +397,14 @@ def loss_program(seed: int) -> LossProgram:
         weighting = "auto"
     options = {"num_microbatches": draw.choice((1, 2, 2, 3, 4, 4)), "loss_weighting": weighting, **schedule}
     calls = tuple(drawer.call() for _ in range(draw.choice((1, 2, 3, 3))))
-    if weighting != "auto":  # the reference is made of parts, which would log each
+    if seed >= TOLD_FROM:
+        options |= {"loss_weighting": draw.choice(("samples", "sum", "hook"))}
+    elif weighting != "auto":
         calls = ()
     return LossProgram(
         drawer.number(0, False), calls, draw.choice(((8, 8), (8, 5), (6, 6), (7, 7), (8, 8, 3))), tuple(options.items()),
         draw.choice((0, 0, 0, 2, 4)), draw.random() < 0.5,
-        tuple(drawer.filled(draw.choice(_ASIDES), 1, True) for _ in range(1 + (seed % 2)) if seed >= ASTRAY_FROM),
+        tuple(drawer.filled(draw.choice(_ASIDES), 1, True) for _ in range(1 + (seed % 2)) if ASTRAY_FROM <= seed < TOLD_FROM),
     )  # fmt: skip
 
 
@@ -416,7 +426,7 @@ class LossModule(pl.LightningModule):
 
     Args:
         program: The program.
-        by_parts: Whether the loss is put together of micro-batches' as `loss_weighting` says, without logs.
+        by_parts: Whether the loss is put together of micro-batches' as `loss_weighting` says.
     """
 
     def __init__(self, program: LossProgram, by_parts: bool = False) -> None:
@@ -461,15 +471,13 @@ class LossModule(pl.LightningModule):
         h = self.body(batch["x"])
         return {**_NAMES, **batch, "h": h, "o": self.head(h), "s": self, "q": self.rates}
 
-    def step(self, batch: dict[str, Tensor], where: str) -> Tensor:
-        """The loss of a batch, with what is told."""
+    def step(self, batch: dict[str, Tensor], where: str, returned: Tensor | None = None) -> Tensor:
+        """The loss of a batch, with what is told; of one that is put together `returned`, where it is told itself."""
         self.where, prefix = where, "val_" if where == "val" else ""
         names = self.names(batch)
         for code in self.asides:
             eval(code, names)
         loss: Tensor = eval(self.loss_code, names)
-        if self.by_parts:
-            return loss
         names["loss"] = loss
         for index, (call, codes) in enumerate(zip(self.program.calls, self.codes, strict=True)):
             options = {k: eval(v, names) if isinstance(v, str) else v for k, v in call.options}
@@ -477,20 +485,34 @@ class LossModule(pl.LightningModule):
                 eval(codes[0], names)
                 self.log(f"{prefix}{call.values[1]}_{index}", getattr(self, call.values[1]), **options)
             elif call.kind == "log":
-                self.log(f"{prefix}v{index}", eval(codes[0], names), **options)
+                self.log(
+                    f"{prefix}v{index}", self._value(call.values[0], codes[0], names, returned), **options
+                )
             else:
-                values = {f"{prefix}v{index}{'ab'[i]}": eval(code, names) for i, code in enumerate(codes)}
+                texts = zip("ab", call.values, codes, strict=True)
+                values = {f"{prefix}v{index}{a}": self._value(*one, names, returned) for a, *one in texts}
                 self.log_dict(values, **options)
         return loss
+
+    def _value(self, text: str, code: Any, names: dict[str, Any], returned: Tensor | None) -> Any:
+        return returned if text == "loss" and returned is not None else eval(code, names)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if not self.by_parts:
             return self.step(batch, "fit")
-        parts = split_batch(batch, dict(self.program.options)["num_microbatches"])
-        total = sum(size for _, size in parts) if self.program.weighting == "samples" else 1
-        scales = [size / total if self.program.weighting == "samples" else 1.0 for _, size in parts]
-        losses = [self.step(part, "fit") * scale for (part, _), scale in zip(parts, scales, strict=True)]
-        return torch.stack(losses).sum()
+        parts, how = (
+            split_batch(batch, dict(self.program.options)["num_microbatches"]),
+            self.program.weighting,
+        )
+        counts = [float(part["m"].sum()) if how == "hook" else size for part, size in parts]
+        scales = [1.0 if how == "sum" else count / sum(counts) for count in counts]
+        weighed = [(part, scale) for (part, _), scale in zip(parts, scales, strict=True) if scale]
+        losses = [eval(self.loss_code, self.names(part)) * scale for part, scale in weighed]
+        loss = torch.stack(losses).sum()
+        if self.program.calls:
+            with torch.no_grad():
+                self.step(batch, "fit", loss)
+        return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.step(batch, "val")
@@ -503,6 +525,13 @@ class LossModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class HookedModule(LossModule):
+    """Says what a micro-batch counts for: nothing where the mask leaves no sample."""
+
+    def microbatch_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["m"].sum()
 
 
 _NAMES: dict[str, Any] = {"torch": torch, "F": F, "math": math, "measures": measures}
@@ -577,10 +606,10 @@ def fitted(program: LossProgram, pipeline: dict[str, Any] | None, by_parts: bool
     logger = _Rows()
     with _double(), TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        module = LossModule(program, by_parts)
+        module = (HookedModule if program.weighting == "hook" else LossModule)(program, by_parts)
         options: dict[str, Any] = {
             "default_root_dir": folder,
-            "limit_val_batches": 1.0 if program.validates and not by_parts else 0,
+            "limit_val_batches": 1.0 if program.validates and (program.calls or not by_parts) else 0,
         }
         run = trainer(
             pipeline,
@@ -621,12 +650,13 @@ def compare(program: LossProgram, found: Fitted | str, expected: Fitted) -> str:
     if isinstance(found, str):
         return found
     names = [name for name, _ in expected.rows]
-    assert program.weighting != "auto" or [name for name, _ in found.rows] == names, "other names are logged"
+    is_told = program.weighting == "auto" or bool(program.calls)
+    assert not is_told or [name for name, _ in found.rows] == names, "other names are logged"
     others = [name for name, weight in expected.weights.items() if not _same(found.weights[name], weight)]
     if others:
         said = [text for text in found.warned if any(part in text for part in _ABOUT_LOSS)]
         assert said, f"weights of {others[0]} are other ones: {_difference(found, expected, others[0])}"
-    if program.weighting != "auto":
+    if not is_told:
         return f"warned: {said[0]}" if others else "equal"
     pairs = list(zip(found.rows, expected.rows, strict=True))
     wrong = [
@@ -675,7 +705,7 @@ def loss_outcome_of(program: LossProgram) -> str:
     expected = reference_of(program)
     if expected is None:
         return "no reference"
-    return compare(program, fitted(program, {"stages": 1, **dict(program.options)}), expected)
+    return _compared(program, fitted(program, program.pipeline(1)), expected)
 
 
 def outcome_on(pool: Any, ranks: int, program: LossProgram, *, whole_steps: bool = False) -> str:
@@ -683,8 +713,8 @@ def outcome_on(pool: Any, ranks: int, program: LossProgram, *, whole_steps: bool
     expected = reference_of(program)
     if expected is None:
         return "no reference"
-    options = {"whole_steps": True} if whole_steps else dict(program.options)
-    found: list[Fitted | str] = pool(fitted, program, {"stages": ranks, **options})
+    pipeline = {"stages": ranks, "whole_steps": True} if whole_steps else program.pipeline(ranks)
+    found: list[Fitted | str] = pool(fitted, program, pipeline)
     warned = [
         text for one in found if isinstance(one, Fitted) for text in one.warned
     ]  # users read all ranks'
@@ -693,9 +723,20 @@ def outcome_on(pool: Any, ranks: int, program: LossProgram, *, whole_steps: bool
         expected = _by_name(expected)
         together = [one if isinstance(one, str) else _by_name(one) for one in together]
     return max(
-        (compare(program, one, expected) for one in together),
+        (_compared(program, one, expected) for one in together),
         key=lambda end: ("equal", "refused", "warned").index(end.partition(":")[0]),
     )
+
+
+def _compared(program: LossProgram, found: Fitted | str, expected: Fitted) -> str:
+    try:
+        return compare(program, found, expected)
+    except AssertionError:
+        if program.weighting == "auto" or not program.calls:
+            raise
+        whole = fitted(program, None)
+        assert isinstance(whole, Fitted), "one device refuses nothing"
+        return compare(program, found, whole)
 
 
 def _by_name(found: Fitted) -> Fitted:

@@ -195,10 +195,11 @@ class GradientHooks:
         if self._has_changed and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "the loss is divided by what the model decides (a mean over the samples that it finds hard), "
-                "which is known when all micro-batches have run: what `register_hook` on a parameter was "
-                "given is divided by about as much, and what it makes of it is corrected afterwards. Use "
-                "on_after_backward, which sees the gradients of the whole batch"
+                "the loss is divided by what the step decides (a mean over the samples that the model finds "
+                "hard, another accumulate_grad_batches), which is known when all micro-batches have run: "
+                "what `register_hook` on a parameter was given is divided by about as much, and what it "
+                "makes of it is corrected afterwards. Use on_after_backward, which sees the gradients of the "
+                "whole batch"
             )
 
     @contextmanager

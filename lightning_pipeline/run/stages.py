@@ -209,6 +209,7 @@ class Stages(StagesHeld):
 
         batch.around, batch.around_backwards = around, self.gradients.of_backwards
         batch.scale_gradients = self.gradients.scale
+        batch.accumulates = lambda: trainer.accumulate_grad_batches
         return batch
 
     def evaluated_batch(self, step: str, args: Sequence[Any], batch_idx: int) -> Batch | UncutBatch:

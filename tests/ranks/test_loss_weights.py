@@ -165,14 +165,23 @@ class OfMasks(Chosen):
         return (batch[1] > 0.3).sum()
 
 
+class OfMixed(OfMasks):
+    """Targets are those of the batch by its mean, so that a micro-batch's loss is divided by the batch's number."""
+
+    def masked(self, out: Tensor, y: Tensor) -> Tensor:
+        mask = y > 0.3
+        return (out - (y - y.mean(0)) / y.std(0))[mask].square().sum() / mask.sum().clamp(min=1)
+
+
 CHOSEN: list[tuple[Any, dict[str, Any]]] = [
     (Chosen, {"loss_weighting": "sum"}),
     (OfMeans, {"loss_weighting": "samples"}),
     (OfMasks, {}),
+    (OfMixed, {}),
 ]
 
 
-@pytest.mark.parametrize(("make", "options"), CHOSEN, ids=["sum", "samples", "hook"])
+@pytest.mark.parametrize(("make", "options"), CHOSEN, ids=["sum", "samples", "hook", "hook of mixed"])
 def test_what_is_no_loss_is_followed_where_the_user_weighs_the_loss(
     ranks: Any, make: Any, options: dict[str, Any]
 ) -> None:
@@ -197,6 +206,17 @@ def test_the_loss_is_logged_as_the_user_weighs_it_and_nothing_is_said_of_it() ->
         roots.append(float(module.of(module.net(x), y).detach()))
     assert found["loss_step"] == pytest.approx(sum(roots) / 2, rel=1e-12)
     assert found["root"] != pytest.approx(sum(roots) / 2, rel=1e-6)
+
+
+class OfLost(OfMixed):
+    def of(self, out: Tensor, y: Tensor) -> Tensor:
+        return self.masked(out, y).sqrt() ** 1.5
+
+
+@pytest.mark.filterwarnings("ignore:training_step works out 'ema'")
+def test_weights_of_losses_that_are_made_of_the_batch_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="mixes samples of the batch.*which may divide them twice"):
+        run({"stages": 1, "num_microbatches": 2}, OfLost, max_steps=1)
 
 
 class Negative(Hooked):

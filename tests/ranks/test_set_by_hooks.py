@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, loader, mlp, trainer, weights
+from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, fit, loader, mlp, trainer, weights
 
 Ranks = Callable[[int], Pool]
 TWO = {"stages": 2, "num_microbatches": 2}
@@ -319,3 +319,22 @@ def fails(pipeline: dict[str, Any]) -> None:
 def test_what_nobody_sets_is_told_when_the_step_comes(ranks: Ranks) -> None:
     for outcome in ranks(2).outcomes(fails, TWO):
         assert "no attribute 'lost'" in str(outcome.error)
+
+
+class Accumulates(Regression):
+    """Says in a step over how many batches gradients add up, before its loss or after; Lightning reads it then."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.trainer.accumulate_grad_batches = 3
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            self.trainer.accumulate_grad_batches = 1
+        return loss
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_batches_that_a_step_lets_add_up_divide_its_own_gradients(ranks: Ranks, stages: int) -> None:
+    expected = fit(None, Accumulates)
+    for found in ranks(stages)(fit, {"stages": stages, "num_microbatches": 2}, Accumulates):
+        assert_same(found, expected)

@@ -122,7 +122,7 @@ def test_a_loss_times_a_number_that_was_read_is_refused() -> None:
     assert found.startswith("refused: what training_step returns is divided by what differs")
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 300_328, 400_007])
+@pytest.mark.parametrize("seed", [0, 1, 2, 300_328, 400_007, 700_009])
 def test_a_random_loss_is_that_of_the_batch_or_said_to_be_none(seed: int) -> None:
     loss_outcome_of(loss_program(seed))
 

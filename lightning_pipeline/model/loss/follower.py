@@ -140,7 +140,7 @@ class Follower:
         self.doubt: str | None = None
         self._by_values, self._is_torn, self._has_loss, self._is_unlike = False, False, False, False
         self._flags: set[tuple[bool, ...]] = set()  # of the micro-batches
-        self._is_weighed = False
+        self._is_weighed, self._falls_back = False, False
         self._is_harmless = False  # whether these differ where losses do not
         self._number = 0  # of the micro-batch that runs
 
@@ -172,6 +172,7 @@ class Follower:
         is_torn: bool = False,
         called: Sequence[int] = (),
         is_weighed: bool = False,
+        mixes: bool = False,
     ) -> None:
         """A batch comes.
 
@@ -185,8 +186,10 @@ class Follower:
             is_torn: Whether it is known that micro-batches decide otherwise by what is in the batch.
             called: For each micro-batch what tells the functions that it is about to call; 0: nobody knows.
             is_weighed: Whether the user has said what the loss of a micro-batch counts for.
+            mixes: Whether micro-batches are given their part of what the step makes of all samples: their
+                losses then are made of the batch's numbers, and are followed if they can be.
         """
-        self._is_weighed = is_weighed
+        self._is_weighed, self._falls_back = is_weighed and not mixes, is_weighed and mixes
         self._by_values, self._is_torn, self._flags, self._is_unlike = by_values, is_torn, set(), False
         self._has_loss = self._step != "training_step"
         self._tried, self.worth = cache(tried), None
@@ -330,7 +333,18 @@ class Follower:
             return None
         if self._is_unlike:
             self._doubt_unlike(loss)
-        share = None if self._is_unlike else self._share_of(loss)
+        try:
+            share = None if self._is_unlike else self._share_of(loss)
+        except SplitError:
+            if not self._falls_back:
+                raise
+            share = None
+            self._say(
+                f"{self._step} mixes samples of the batch, so that numbers of the batch are in the losses of "
+                "micro-batches, and what these are of the batch's cannot be followed: they count for what "
+                "`microbatch_weight(batch)` or `loss_weighting` says, which may divide them twice: "
+                f"{_WAYS_OUT_OF_LOGS}"
+            )
         if len(self._own) == known:
             self._plainly.append(loss.detach())
         return share

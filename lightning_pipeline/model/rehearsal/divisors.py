@@ -89,6 +89,7 @@ class Divisors:
         follower.begin(
             fractions, tensors, rehearse, tries, by_values=by_values,
             is_torn=step.name in self._finder.torn, called=step.called, is_weighed=is_weighed,
+            mixes=bool(step.mixing),
         )  # fmt: skip
 
     def _rehearsed(self, step: Step, arguments: Any, tensors: list[Tensor]) -> list[Whole]:

@@ -179,7 +179,8 @@ class Batch:
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backwards: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_left_out = False
-        self.scale_gradients: Callable[[Tensor], None] = lambda factor: None
+        self.scale_gradients: Callable[[Tensor | float], None] = lambda factor: None
+        self.accumulates: Callable[[], int | None] = lambda: accumulate
 
     @property
     def advice(self) -> Advice:
@@ -306,15 +307,23 @@ class Batch:
                 self.scale_gradients(report.factor)
             self._share_what_is_left()
             steps.split.settled(self.step)
+            self._divide_anew()
             output = self._told_outputs((extras_of(output) or {}) if self.trains else output)
             self._change_batch()
             replay(steps.module, report)
         return loss_of(report), output
 
+    def _divide_anew(self) -> None:
+        """A step may say over how many batches gradients add up, which Lightning reads after it."""
+        after = self.accumulates()
+        if self.accumulate and after and after != self.accumulate:
+            self.scale_gradients(self.accumulate / after)
+
     def _report(self) -> Any:
         losses, weights = self.result.losses, self.weights
         loss = loss_of_batch(losses, self.result.parts, weights.losses) if self.trains else None
-        known = weights.losses if weights.settled else self.result.worth
+        are_weighed = weights.settled and all(part is None for part in self.result.parts)
+        known = weights.losses if are_weighed else self.result.worth
         chosen = (losses, known) if known is not None and self.trains else ()
         if loss is None or self.result.factors is None:
             return self._steps.recorder.report(loss, *chosen)

@@ -148,13 +148,14 @@ class Gradients:
                 sum_shared(copies, group_of, self._groups.flags_of)
         self._hooks.change()
 
-    def scale(self, factor: Tensor) -> None:
+    def scale(self, by: Tensor | float) -> None:
         """Multiply what the step has made: what divides its loss is known after the last forward.
 
         Args:
-            factor: A number, on any device; 0 or nan where nothing counted, so that no backward has run.
+            by: A number, on any device; 0 or nan where nothing counted, so that no backward has run.
         """
         self._hooks.warn_of_scaling()
+        factor = by if isinstance(by, Tensor) else torch.tensor(by, dtype=torch.float64)
         ran = bool(factor.isfinite()) and bool(factor)
         self._by_nothing = bool(factor.isnan())
         every = not self._given  # no batch has shown yet which ones the loss follows from
