@@ -507,7 +507,7 @@ class LossModule(pl.LightningModule):
         counts = [float(part["m"].sum()) if how == "hook" else size for part, size in parts]
         scales = [1.0 if how == "sum" else count / sum(counts) for count in counts]
         weighed = [(part, scale) for (part, _), scale in zip(parts, scales, strict=True) if scale]
-        losses = [eval(self.loss_code, self.names(part)) * scale for part, scale in weighed]
+        losses = [eval(self.loss_code, self.names(part)).reshape(()) * scale for part, scale in weighed]
         loss = torch.stack(losses).sum()
         if self.program.calls:
             with torch.no_grad():

@@ -132,6 +132,7 @@ class SharedMetrics:
         try:
             with self.in_step():
                 yield
+            self.tell_attributes()
         finally:
             here()
 
@@ -144,13 +145,15 @@ class SharedMetrics:
         with self.local():
             yield
         self._look_again()  # the step was traced
-        self._tell_attributes()
         posted, self._posted = self._posted, []  # ranks that asked have done so: they took part in this step
         for key in posted:
             self._board.remove(key)
 
-    def _tell_attributes(self) -> None:
-        """Let metrics of the user's own classes have attributes beside their states as on the last stage."""
+    def tell_attributes(self) -> None:
+        """Let metrics of the user's own classes have attributes beside their states as on the last stage.
+
+        All ranks call it after each step, when metrics have been given what they get.
+        """
         if not self._of_users or self._outlet.group is None:
             return
         owners = {name: Owner(vars(metric), f"{name}.") for name, metric in self._of_users.items()}

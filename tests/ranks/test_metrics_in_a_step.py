@@ -210,3 +210,58 @@ def test_a_metric_that_has_no_value_for_one_sample_has_the_batchs(ranks: Ranks, 
     expected = explained(None)
     for found in ranks(stages)(explained, {"stages": stages, "num_microbatches": 2}, group=False):
         assert_same(found, expected)
+
+
+class Covers(Metric):
+    """Counts in attributes that are no states, as some projects' metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.covered, self._seen, self.sizes = 0, 0, list[int]()
+
+    def update(self, guess: Tensor, truth: Tensor) -> None:
+        self.covered += int((guess.argmax(1) == truth.argmax(1)).sum())
+        self._seen += len(truth)
+        self.sizes.append(len(truth))
+
+    def compute(self) -> Tensor:
+        return torch.tensor([self.covered / self._seen, float(sum(self.sizes)), float(len(self.sizes))])
+
+
+class Guarded(Regression):
+    """Calls metrics where a micro-batch has samples enough, beside a buffer to which it adds what has gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.covers, self.found = Covers(), list[float]()
+        self.register_buffer("precision", torch.zeros(TARGETS, TARGETS, dtype=torch.float64))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        self.precision += out.T @ out
+        if len(out) > 2:
+            self.error(out, batch[1])
+            self.covers(out, batch[1])
+        return F.mse_loss(out, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append(float(self.error.compute()))
+        self.log("error", self.error.compute())
+        for name, value in zip(("covered", "samples", "calls"), self.covers.compute(), strict=True):
+            self.log(name, value)
+        self.error.reset()
+        self.precision.detach_()
+
+
+def guarded(pipeline: dict[str, Any] | None) -> Any:
+    module, run = Guarded(), trainer(pipeline, limit_val_batches=0)
+    run.fit(module, loader(19))  # batches of 8, 8 and 3
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    return weights(module), logs | {f"epoch {n}": value for n, value in enumerate(module.found)}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_metrics_that_a_few_samples_do_not_call_have_all_of_them_in_hooks(ranks: Ranks, stages: int) -> None:
+    expected = guarded(None)
+    for found in ranks(stages)(guarded, {"stages": stages, "num_microbatches": 2}, group=False):
+        assert_same(found, expected)

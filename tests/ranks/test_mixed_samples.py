@@ -5,10 +5,12 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.faults.cases import Ranks
-from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
 from tests.unit.split.test_mixing import (
     by_numbers_between,
     fitted,
@@ -69,3 +71,28 @@ def layers_told_of() -> list[str]:
 def test_a_layer_that_mixes_samples_is_told_of_by_one_rank(ranks: Ranks) -> None:
     told = ranks(2)(layers_told_of, group=False)
     assert sorted(told) == [["net.0 (MixesInside)"], ["net.6 (MixesInside)"]]
+
+
+class OfNoColumns(Regression):
+    """Its batch has tensors without elements, as of models that are given no further features."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, without, flags, y = batch
+        scale = x.abs().mean(1, keepdim=True)
+        out = self.net(torch.cat([x / scale, without], 1)) * scale
+        return (out - y).square().mean() + without.sum() + flags.sum()
+
+
+def of_no_columns(pipeline: dict[str, Any] | None) -> Any:
+    module, run = OfNoColumns(), trainer(pipeline)
+    x, y = loader().dataset.tensors  # type: ignore[attr-defined]
+    empty = torch.zeros(len(x), 0, dtype=torch.float64), torch.zeros(len(x), 4, 0, dtype=torch.bool)
+    run.fit(module, DataLoader(TensorDataset(x, *empty, y), batch_size=8))
+    return weights(module), {}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_tensors_without_elements_are_no_obstacle(ranks: Ranks, stages: int) -> None:
+    expected = of_no_columns(None)
+    for found in ranks(stages)(of_no_columns, {"stages": stages, "num_microbatches": 2}, group=False):
+        assert_same(found, expected)

@@ -1,9 +1,11 @@
 """Torchmetrics objects: what kinds there are, and copies that are asked in the place of one."""
 
 import copy
+from collections import deque
 from collections.abc import Container
 from typing import Any
 
+import numpy
 import torch
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
@@ -14,14 +16,29 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import BootStrapper, Running
 
-from lightning_pipeline.model.tensors import tensors_in
+from lightning_pipeline.model.tensors import refill, tensors_in
 
 AnyMetric = Metric | MetricCollection
 METHODS = ("forward", "update", "compute", "reset")
 _BY_CALLS = (BaseAggregator, BootStrapper, Running)  # what these hold goes by calls
+_HELD = (list, dict, set, deque, numpy.ndarray)
+_VALUES = (int, float, complex, str, bytes, tuple, frozenset, torch.Tensor, *_HELD)
 _BY_ROWS = (MulticlassStatScores, MulticlassConfusionMatrix, MulticlassExactMatch)
 """Of scores they take the largest of a row. Others of their kind make probabilities of logits where any of
 the call is none, and those of images may take a range of values."""
+
+
+class _OfNoKind(Metric):
+    """What all metrics have."""
+
+    def update(self) -> None:
+        """It counts nothing."""
+
+    def compute(self) -> None:
+        """There is nothing to tell."""
+
+
+_OF_ALL = {*vars(_OfNoKind()), *METHODS}
 
 
 def sums_samples(metric: AnyMetric) -> bool:
@@ -48,9 +65,18 @@ def goes_by_call(metric: AnyMetric, arguments: Any) -> bool:
 
 
 def put_back(metric: AnyMetric, copied: AnyMetric) -> None:
-    """Let a metric hold what it held when it was copied."""
+    """Let a metric hold what it held when it was copied, in states and in attributes of its class's own."""
     for mine, theirs in zip(metric.modules(), copied.modules(), strict=True):
         if isinstance(mine, Metric):
+            own = vars(mine).keys() - _OF_ALL - mine._defaults.keys()
+            for name in own - vars(theirs).keys():
+                object.__delattr__(mine, name)
+            kept = {name: value for name, value in vars(theirs).items() if name in own}
+            for name, value in kept.items():
+                if isinstance(value, _HELD) and type(value) is type(getattr(mine, name)):
+                    refill(getattr(mine, name), value)
+                elif value is None or isinstance(value, _VALUES):
+                    object.__setattr__(mine, name, value)
             for name in (*mine._defaults, "_update_count", "_computed", "_forward_cache"):
                 object.__setattr__(mine, name, getattr(theirs, name))
 

@@ -139,11 +139,13 @@ def exchanges(samples: int) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
 
     def farther(tensor: Tensor) -> Tensor:
         found = tensor.clone()
+        if not tensor.numel():
+            return found
         if tensor.dtype is torch.bool:
             found[0] = ~tensor[0]
         elif tensor.is_floating_point() and tensor.element_size() > 1:  # numbers of one byte have no largest
             found[0] = tensor[0] * 1.5 + tensor.abs().max()
-        elif tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
+        elif not tensor.is_floating_point() and not tensor.is_complex():
             least, most = tensor.min(), tensor.max()
             found[0] = torch.where(tensor[0] == most, least, most)
         return found

@@ -189,6 +189,8 @@ class ToldAsOne:
             if gathered.bytes <= _LARGEST:
                 step.gathered, self._told.calls.looks = gathered, True
                 self._kept = step, state, gathered
+        if self._kept is None:
+            self.missed.add(step.name)
 
     def runs(self) -> Iterator[Heard]:
         """After the batch: what is told, twice, with other numbers of metrics. Nothing where nobody knows."""

@@ -63,7 +63,7 @@ class ModuleState:
         copied = [one for one in buffers if not writes_undone or one.device.type == "cpu"]
         known = [(one, values) for one in copied if (values := _copy_values(one)) is not None]
         self._buffers = [(buffer, values, version_of(buffer)) for buffer, values in known]
-        self._in_none = {id(buffer) for buffer, _ in known if buffer.grad_fn is None}  # in no graph
+        self._graphs = {id(buffer): buffer.grad_fn for buffer, _ in known}
         parameters = [p for p in root.parameters() if not isinstance(p, UninitializedParameter)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         kept = [one for one in buffers if writes_undone and not isinstance(one, UninitializedBuffer)]
@@ -83,8 +83,8 @@ class ModuleState:
             if storage_key(tensor) != storage_key(memory):
                 move_back(tensor, memory)
         for buffer, value, version in self._buffers:
-            is_new = id(buffer) in self._in_none or version_of(buffer) != version
-            if is_new and buffer.grad_fn is not None and not buffer._is_view():
+            graph = buffer.grad_fn
+            if graph is not None and graph is not self._graphs[id(buffer)] and not buffer._is_view():
                 buffer.detach_()  # from what was computed since
             put_back(buffer, value, version)
         for parameter, flag in self._flags:

@@ -300,8 +300,10 @@ class Batch:
                 if steps.split.is_unlike:
                     steps.recorder.whole_is_unlike()
                     steps.returned.whole_is_unlike()
-                report, output = self._told_as_one(self._report(), self._merged())
+                with steps.metrics.local():  # some are called only now
+                    report, output = self._told_as_one(self._report(), self._merged())
                 output = checked(output)
+            steps.metrics.tell_attributes()
             report = steps.reports.share(self.step, report)
             if report.factor is not None:
                 self.scale_gradients(report.factor)
