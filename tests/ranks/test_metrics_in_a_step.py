@@ -13,6 +13,7 @@ from torchmetrics import (
     CatMetric,
     MaxMetric,
     MeanMetric,
+    MeanSquaredError,
     Metric,
     MetricCollection,
     MinMetric,
@@ -265,3 +266,78 @@ def test_metrics_that_a_few_samples_do_not_call_have_all_of_them_in_hooks(ranks:
     expected = guarded(None)
     for found in ranks(stages)(guarded, {"stages": stages, "num_microbatches": 2}, group=False):
         assert_same(found, expected)
+
+
+class MeanWhereItCounts(Metric):
+    """A loss written as a metric, as chemprop and tsl have them."""
+
+    total: Tensor
+    number: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+        self.add_state("number", torch.zeros(()), "sum")
+
+    def update(self, guess: Tensor, truth: Tensor) -> None:
+        counts = truth > 0.3
+        self.total += (guess - truth)[counts].square().sum()
+        self.number += counts.sum()
+
+    def compute(self) -> Tensor:
+        return self.total / self.number
+
+
+class OfAMetric(Regression):
+    """Its loss is what a metric gives; in some micro-batches of `skewed` no target counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = MeanWhereItCounts().set_dtype(torch.float64)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.counts(self.net(batch[0]), batch[1])
+        self.log("counts", self.counts, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.counts(self.net(batch[0]), batch[1]))
+
+
+class OfMeans(OfAMetric):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.error(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True)
+        return 2 * loss
+
+
+def of_metrics(pipeline: dict[str, Any] | None, make: Callable[[], OfAMetric]) -> Any:
+    module, run, data = make(), trainer(pipeline), loader()
+    data.dataset.tensors[1][8:12] -= 10  # type: ignore[attr-defined]
+    run.fit(module, data, loader(seed=4))
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("make", [OfMeans, OfAMetric])
+def test_a_loss_that_a_metric_gives_is_the_batchs(ranks: Ranks, make: Any) -> None:
+    expected = of_metrics(None, make)
+    for stages in (1, 2):
+        pipeline = {"stages": stages, "num_microbatches": 2}
+        for found in ranks(stages)(of_metrics, pipeline, make, group=False):
+            assert_same(found, expected)
+
+
+class OfTheRoot(OfAMetric):
+    """No number makes the roots of its micro-batches that of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = MeanSquaredError(squared=False).set_dtype(torch.float64)
+
+
+def test_a_loss_that_a_metric_gives_and_that_is_no_sum_is_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match="what training_step returns is made of sums over samples in another way"
+    ):
+        of_metrics({"stages": 1, "num_microbatches": 2}, OfTheRoot)

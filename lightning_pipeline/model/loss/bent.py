@@ -43,11 +43,13 @@ class Leaf:
         part: Its value.
         together: Makes of all parts, one above the other, the batch's; None: nobody knows.
         origin: What its factors were read from, as of a share.
+        is_answer: Whether a metric has given it.
     """
 
     part: Tensor
     together: Callable[[Tensor], Tensor] | None
     origin: int = 0
+    is_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class Bent:
         """Whether numbers are added, and nothing else."""
         parts = [one for one in self.args if isinstance(one, Bent)]
         return self.func in SUMS and self.by_unit and all(one.is_sum for one in parts)
+
+    @property
+    def is_of_metrics(self) -> bool:
+        """Whether metrics have given any of it."""
+        return any(leaf.is_answer for leaf in _leaves((self.args, self.kwargs)))
 
     def origins(self) -> set[int]:
         """Of all that it begins with."""

@@ -131,7 +131,7 @@ class Follower:
         self._given_up = False
         self._said: set[str] = set()
         self._computed: list[tuple[str, Tensor]] | None = None  # in the first micro-batch
-        self._tried: Callable[[], list[float] | None] = lambda: None
+        self._tried: Callable[[bool], list[float] | None] = lambda by_metrics: None
         self._own: list[OwnDivisor] = []  # of the micro-batches that had one
         self._plainly: list[Tensor] = []  # losses of the others
         self._astray: Shares | None = None  # of the first that went another way, to a loss of 0
@@ -166,7 +166,7 @@ class Follower:
         fractions: Sequence[float],
         batch: Sequence[Tensor],
         rehearse: Callable[[], Sequence[Whole] | str],
-        tried: Callable[[], list[float] | None] = lambda: None,
+        tried: Callable[[bool], list[float] | None] = lambda by_metrics: None,
         *,
         by_values: bool = False,
         is_torn: bool = False,
@@ -181,7 +181,8 @@ class Follower:
             batch: Its tensors.
             rehearse: Runs the step over the whole batch: what was seen, for each micro-batch, or why the
                 step cannot be run once more.
-            tried: Tries what each micro-batch's loss is worth; None where it is no part of a sum.
+            tried: Tries what each micro-batch's loss is worth, told whether metrics make it; None where it is
+                no part of a sum.
             by_values: Whether values decide how much units return, so that shapes alone say nothing.
             is_torn: Whether it is known that micro-batches decide otherwise by what is in the batch.
             called: For each micro-batch what tells the functions that it is about to call; 0: nobody knows.
@@ -383,21 +384,31 @@ class Follower:
         if is_astray:
             self._stray(shares)
         self._compare_computed(shares, loss)
-        bent, follows = shares.bent(loss), share is not None and not share.lost
-        is_bent = bent is not None and not (bent.by_unit and follows)
-        if is_bent and (share is None or follows or shares.is_mean(share)):
-            self._say(
-                f"what {self._step} returns is made of sums over samples in another way than by adding up, "
-                "such as the root of a mean: gradients are the mean of the micro-batches', as in gradient "
-                "accumulation, and not those of one device, which "
-                "PipelineStrategy(loss_over_batch=True, schedule='GPipe') gives; loss_weighting='samples' "
-                "says that the mean is meant"
-            )
+        if self._tries_bent(shares, share, loss):
+            return self._tried_share(loss)
         if share is None or shares.is_mean(share):
             return None
         if share.lost:
             raise self._lost(f"from {share.lost} on")
         return share
+
+    def _tries_bent(self, shares: Shares, share: Share | None, loss: Tensor) -> bool:
+        """Whether a trial says what a loss is worth that is no sum over samples by itself; else says so."""
+        bent, follows = shares.bent(loss), share is not None and not share.lost
+        if bent is None or (bent.by_unit and follows):
+            return False
+        if share is not None and not (follows or shares.is_mean(share)):
+            return False
+        if bent.is_of_metrics and self.tries(by_metrics=True):
+            return True
+        self._say(
+            f"what {self._step} returns is made of sums over samples in another way than by adding up, "
+            "such as the root of a mean: gradients are the mean of the micro-batches', as in gradient "
+            "accumulation, and not those of one device, which "
+            "PipelineStrategy(loss_over_batch=True, schedule='GPipe') gives; loss_weighting='samples' "
+            "says that the mean is meant"
+        )
+        return False
 
     def _end(self, shares: Shares) -> None:
         shares.end()
@@ -458,9 +469,13 @@ class Follower:
         is_zero = bool(divisor) or all(one.is_count for one in self._own)
         return 0.0 if divisor else math.nan, 0.0 if is_zero else math.nan
 
-    def tries(self) -> bool:
-        """Whether a run on made-up values says what losses are worth; then that is what they are."""
-        self.worth = self._tried()
+    def tries(self, *, by_metrics: bool = False) -> bool:
+        """Whether a run on made-up values says what losses are worth; then that is what they are.
+
+        Args:
+            by_metrics: Whether the loss is made of what metrics give.
+        """
+        self.worth = self._tried(by_metrics)
         if self.worth is not None:
             self._plain = False  # in the next batch they may be worth something else
         return self.worth is not None

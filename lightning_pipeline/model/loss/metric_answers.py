@@ -23,6 +23,7 @@ from lightning_pipeline.patching import patched
 
 _log = logging.getLogger(__name__)
 _LARGEST = 1 << 20  # elements of what a copy is given, and of its states
+Answer = Callable[[Metric | MetricCollection, int, str, Any], Any]
 _forms: dict[int, tuple[ref[nn.Module], dict[str, Any]]] = {}
 """By identity: two metrics that are compared make a third one."""
 
@@ -128,7 +129,7 @@ def _size_of_states(metric: nn.Module) -> int:
 @contextmanager
 def stub_metrics(
     metrics: Sequence[Metric | MetricCollection], on_value: Callable[[Any], None], scalar: Callable[[], Any],
-    answer: Callable[[Metric | MetricCollection, int], Any] = lambda metric, nth: None,
+    answer: Answer = lambda metric, nth, method, given: None,
     note: Callable[[Metric | MetricCollection, str, Any], None] = lambda metric, method, arguments: None,
 ) -> Iterator[None]:  # fmt: skip
     """Let metrics only tell what they were given.
@@ -137,8 +138,8 @@ def stub_metrics(
         metrics: The metrics.
         on_value: Told that.
         scalar: Gives what stands for each number that a call returns.
-        answer: Given the metric and how many calls there were before, gives what is known to be the answer;
-            None where that is not known.
+        answer: Given the metric, how many calls there were before, the method and its arguments, gives what
+            is known to be the answer; None where that is not known.
         note: Told the metric, its method and what that was given.
     """
     with ExitStack() as stack:
@@ -149,7 +150,7 @@ def stub_metrics(
 
 def _stubs(
     metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any],
-    answer: Callable[[Metric | MetricCollection, int], Any],
+    answer: Answer,
     note: Callable[[Metric | MetricCollection, str, Any], None],
 ) -> dict[str, Any]:  # fmt: skip
     answers, calls = Answers(metric, scalar), itertools.count()
@@ -157,7 +158,7 @@ def _stubs(
     def result(method: str, *args: Any, **kwargs: Any) -> Any:
         on_value((args, kwargs))
         note(metric, method, (args, kwargs))
-        known = answer(metric, next(calls))
+        known = answer(metric, next(calls), method, (args, kwargs))
         return answers.to(method, (args, kwargs)) if known is None else known
 
     def silent(method: str, *args: Any, **kwargs: Any) -> None:

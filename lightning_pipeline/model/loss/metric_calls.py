@@ -305,6 +305,19 @@ class MetricCalls:
         found = answers[nth] if nth < len(answers) else None
         return None if found is None else found["value"]
 
+    def of_some(self, metric: AnyMetric, given: tuple[Any, Any]) -> Any:
+        """What a copy gives for some samples, with its gradients.
+
+        Args:
+            metric: That is called in a run on made-up values.
+            given: Its arguments.
+        """
+        draft = self._draft(metric)
+        try:
+            return _value_or_nan(draft, *given)
+        finally:
+            draft.reset()
+
     # ---- a call in a micro-batch
 
     def _call(self, metric: AnyMetric, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -377,7 +390,8 @@ class MetricCalls:
     def _known(self, value: Any, line: _Line, nth: int, path: tuple[Any, ...]) -> None:
         """Note for each tensor of an answer where the batch's is."""
         if isinstance(value, Tensor):
-            leaf = Leaf(torch.zeros((), dtype=torch.float64), lambda parts: self._found(line, nth, path))
+            nothing = torch.zeros((), dtype=torch.float64)
+            leaf = Leaf(nothing, lambda parts: self._found(line, nth, path), is_answer=True)
             bent = Bent(None, (leaf,), always=True)
             self._values[id(value)] = value, bent
             self._watch(value, bent)

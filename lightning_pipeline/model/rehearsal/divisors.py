@@ -42,7 +42,8 @@ class Divisors:
         silent: Inside, a run of a step tells nobody anything.
         noted: Inside that, what the step of a whole batch gives to metrics is noted.
         alone: Inside, runs of a step by this rank alone leave nothing behind.
-        quiet: Inside that, runs on made-up values log nothing, and keep random states.
+        quiet: Inside that, runs on made-up values log nothing, and keep random states; told whether metrics
+            answer by copies.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Divisors:
         silent: Callable[[], AbstractContextManager[None]],
         noted: Callable[[], AbstractContextManager[None]],
         alone: Callable[[str], AbstractContextManager[None]],
-        quiet: Callable[[], AbstractContextManager[None]],
+        quiet: Callable[[bool], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._root, self._run, self._finder = root, rehearse, finder
         self._worth = Worth(root, patches, finder.outputs, alone, quiet)
@@ -85,7 +86,7 @@ class Divisors:
             follower.warn_of_losses(step.trace.losses_inside, tensors)
         tried = partial(self._worth.of, step, arguments, fractions)  # by each micro-batch's own numbers
         by_values = any(route.trace.follows_values for route in step.routes)
-        tries = (lambda: None) if step.mixing else tried
+        tries = (lambda by_metrics: None) if step.mixing else tried
         follower.begin(
             fractions, tensors, rehearse, tries, by_values=by_values,
             is_torn=step.name in self._finder.torn, called=step.called, is_weighed=is_weighed,

@@ -68,7 +68,7 @@ class Rehearsals:
         traced_like: Callable[..., Trace],
         apart: Callable[[str], AbstractContextManager[None]],
         in_silence: Callable[[], AbstractContextManager[None]],
-        quiet: Callable[[], AbstractContextManager[None]],
+        quiet: Callable[..., AbstractContextManager[None]],
         forget: Callable[[str], None],
         begun: Callable[..., AbstractContextManager[Any]],
         others: Callable[[], Sequence[Owner]],

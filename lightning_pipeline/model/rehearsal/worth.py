@@ -121,28 +121,31 @@ class Worth:
         patches: The patched units.
         outputs: What units return for arguments, on a way through the model.
         apart: Inside, runs of a step leave nothing behind.
-        quiet: Inside, they log nothing, and keep random states.
+        quiet: Inside, they log nothing, and keep random states; told whether metrics answer by copies.
     """
 
     def __init__(
         self, root: nn.Module, patches: UnitPatches,
         outputs: Callable[[Route, Microbatch, Callable[[], MicrobatchSeeds]], Outputs],
         apart: Callable[[str], AbstractContextManager[None]],
-        quiet: Callable[[], AbstractContextManager[None]],
+        quiet: Callable[[bool], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._root, self._patches, self._outputs = root, patches, outputs
         self._apart, self._quiet = apart, quiet
 
-    def of(self, step: Step, whole: Microbatch, sizes: Sequence[float]) -> list[float] | None:
+    def of(
+        self, step: Step, whole: Microbatch, sizes: Sequence[float], by_metrics: bool = False
+    ) -> list[float] | None:
         """What each micro-batch's loss is multiplied with in the batch's; None where it is no sum of them.
 
         Args:
             step: The batch.
             whole: Its arguments as one.
             sizes: Samples of each micro-batch, or what share of the batch's they are.
+            by_metrics: Whether metrics make the loss.
         """
         try:
-            with self._apart(step.name), self._quiet():
+            with self._apart(step.name), self._quiet(by_metrics):
                 return self._found(step, whole, sizes)
         except Exception as error:  # the user's code, on made-up values
             _log.debug("what losses of %s are worth cannot be tried: %s", step.name, error)
@@ -303,12 +306,13 @@ def _of_all(ratios: Sequence[float | None], precise: float) -> float | None:
 def _with_constants(
     ratios: Sequence[float | None], parts: Sequence[_Found], sizes: Sequence[float]
 ) -> list[float]:
-    """Losses that no value of units changes count by samples, as the others do if they do."""
+    """Losses that no value of units changes count by samples, if the others do; what is 0/0 for nothing."""
     by_sample = {one / size for one, size in zip(ratios, sizes, strict=True) if one is not None}
     usual = (
         max(by_sample) if by_sample and math.isclose(max(by_sample), min(by_sample), rel_tol=1e-9) else 0.0
     )
-    constants = [usual * size if bool(part.loss) else 0.0 for part, size in zip(parts, sizes, strict=True)]
+    count = [bool(part.loss) and bool(part.loss.isfinite()) for part in parts]
+    constants = [usual * size if counts else 0.0 for counts, size in zip(count, sizes, strict=True)]
     return [constant if one is None else one for one, constant in zip(ratios, constants, strict=True)]
 
 

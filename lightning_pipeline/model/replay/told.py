@@ -62,7 +62,7 @@ class Told:
         self._look_for_metrics()
         self.calls = MetricCalls(self._followed, self._know, self._is_of_all)
         self.lines = ToldOnce()
-        self.microbatch, self.made_up, self.as_batch = 0, 0.0, False
+        self.microbatch, self.made_up, self.as_batch, self._by_copies = 0, 0.0, False, False
         self.of_whole: Callable[[str, bool, Any, Any], None] = lambda how, is_sure, args, kwargs: None
         self.of_whole_begins: Callable[[], None] = lambda: None
         self.returned: Callable[[int, Any], None] = lambda microbatch, result: None
@@ -146,7 +146,9 @@ class Told:
     def _made_up(self) -> Tensor:
         return torch.full((), self.made_up, device=self.device)
 
-    def _answer(self, metric: Any, nth: int) -> Any:
+    def _answer(self, metric: Any, nth: int, method: str, given: tuple[Any, Any]) -> Any:
+        if self._by_copies and method == "forward":
+            return self.calls.of_some(metric, given)
         return self.calls.answer(metric, nth) if self.as_batch else None
 
     def _note(self, metric: Any, method: str, arguments: Any) -> None:
@@ -154,8 +156,13 @@ class Told:
             self.calls.as_one(self.made_up, metric, method, arguments)
 
     @contextmanager
-    def nothing(self) -> Iterator[None]:
-        """Inside, nothing is logged, printed or measured, and no random number is used up."""
+    def nothing(self, *, by_copies: bool = False) -> Iterator[None]:
+        """Inside, nothing is logged, printed or measured, and no random number is used up.
+
+        Args:
+            by_copies: Whether metrics give what copies give for what they are given.
+        """
+        self._by_copies = by_copies
         with ExitStack() as stack:
             stack.enter_context(random_state_kept(Generators(list(self._root.modules()))))
             stack.enter_context(printed_once(self._root))

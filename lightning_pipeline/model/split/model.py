@@ -446,9 +446,9 @@ class SplitModel(OutsideSteps):
             yield
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def _quiet(self, by_copies: bool = False) -> Iterator[None]:
         """For runs of a step on made-up values."""
-        with self.set_aside(), self.told.nothing(), self.forward_context():
+        with self.set_aside(), self.told.nothing(by_copies=by_copies), self.forward_context():
             yield
 
     # ---- what a batch leaves behind
