@@ -87,6 +87,27 @@ class Opened:
         """
         self.finish(states, self.target)
 
+    def apply_by(self, load: Callable[[], object], what: str, ranks: Ranks) -> None:
+        """Let the user's code put the `state_dict` into use.
+
+        Args:
+            load: Does so, on this rank.
+            what: Is done, for messages.
+            ranks: Of the load.
+
+        Raises:
+            CheckpointError: On every rank: it does not fit, or that code failed.
+        """
+
+        def loaded() -> None:
+            try:
+                load()
+            except RuntimeError as error:  # torch's
+                raise CheckpointError(str(error)) from error
+
+        ranks.everyone_local(what, loaded)
+        self.finish(None, replace(self.target.of_optimizers((), {}), load_extra=lambda _: None))
+
     def apply_optimizers(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
         """Compare and fill optimizers, where it was opened for none.
 

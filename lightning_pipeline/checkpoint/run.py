@@ -389,17 +389,22 @@ class Checkpoints:
             warnings.simplefilter("ignore")  # of what is left out `load` warns
             return _rest(self._ranks.everyone_local(what, lambda: read(trust=trust)))
 
-    def apply(self, states: Mapping[str, Any] | None) -> None:
+    def apply(
+        self, states: Mapping[str, Any] | None, load: Callable[[Mapping[str, Any]], object] | None = None
+    ) -> None:
         """Put what `load` opened into use, where that was left for later.
 
         Args:
             states: The `state_dict` that `load` gave, as the user left it.
+            load: The user's code, where that puts it into use.
 
         Raises:
             CheckpointError: On every rank, with nothing changed.
         """
         opened, self._opened = self._opened, None
-        if opened is not None:
+        if opened is not None and load is not None:
+            opened.apply_by(partial(load, states or {}), "loading the weights of a checkpoint", self._ranks)
+        elif opened is not None:
             opened.apply(states or {})
 
     def apply_optimizers(self, restored: dict[str, Any], held: Holdings) -> None:

@@ -36,6 +36,7 @@ from lightning_pipeline.checkpoint.contents import (
     extra_names,
     extra_states,
     flat_state,
+    is_loaded_by_code,
     load_extra_states,
     names_by_identity,
     pickled,
@@ -444,7 +445,8 @@ class CheckpointHooks(Running, PlainStrategy):
             return _lightning.checkpoint_without_state()
         rest, stood = pipeline.checkpoints.load(
             path, replace(self._held(whole=True), get=get), strict=module.strict_loading, training=training,
-            edited=is_overridden("on_load_checkpoint", module)
+            edited=is_loaded_by_code(module)
+            or is_overridden("on_load_checkpoint", module)
             or bool(_lightning.callbacks_with("on_load_checkpoint", module.trainer)),
         )  # fmt: skip
         if training and not _lightning.is_of_a_search(checkpoint_path):  # that goes on with what it drew
@@ -455,8 +457,11 @@ class CheckpointHooks(Running, PlainStrategy):
     @no_hook
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Fill the module where `on_load_checkpoint` had a say; elsewhere `load_checkpoint` did."""
-        self._running.checkpoints.apply(checkpoint.get("state_dict"))
+        """Fill the module where the user's code has a say; elsewhere `load_checkpoint` did."""
+        module = self.lightning_module
+        assert module is not None, "a run has a module"
+        load = partial(module.load_state_dict, strict=strict) if is_loaded_by_code(module) else None
+        self._running.checkpoints.apply(checkpoint.get("state_dict"), load)
 
     @pipelined
     @override

@@ -30,6 +30,7 @@ from lightning_pipeline.checkpoint.contents.extra_state import (
     as_told,
     extra_names,
     extra_states,
+    is_loaded_by_code,
     load_extra_states,
     owned_by,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "groups_of",
     "groups_of_file",
     "held_here",
+    "is_loaded_by_code",
     "joined",
     "kept_by_optimizers",
     "load_extra_states",

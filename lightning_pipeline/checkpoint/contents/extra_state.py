@@ -1,6 +1,7 @@
 """What modules keep in a state_dict beside parameters and buffers: extra state, states of metrics."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_pipeline.model.tensors import storage_key
 
 Owns = Callable[[nn.Module], bool]
 EXTRA = EXTRA_STATE_SUFFIX
+_LIBRARIES = ("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def owned_by(cut: Partition | None, stages: Sequence[int]) -> Owns:
@@ -83,6 +85,27 @@ def is_another(told: Any, own: Any) -> bool:
 def _place_of(tensor: Tensor) -> tuple[Any, ...]:
     begin = tensor.data_ptr() if tensor.layout is torch.strided else storage_key(tensor)
     return begin, tensor.shape, tensor.dtype
+
+
+def is_loaded_by_code(root: nn.Module) -> bool:
+    """Whether code that is none of torch's or Lightning's has a say in what `load_state_dict` does.
+
+    Args:
+        root: The module: its own `load_state_dict`, hooks of loading, and how its parts take their tensors.
+    """
+    taking: list[Any] = [type(root).load_state_dict]
+    for part in root.modules():
+        if not isinstance(part, Metric):
+            taking.append(type(part)._load_from_state_dict)
+            hooks = (part._load_state_dict_pre_hooks, part._load_state_dict_post_hooks)
+            taking += [hook for held in hooks for hook in held.values()]
+    return any(_module_of(one).partition(".")[0] not in _LIBRARIES for one in taking)
+
+
+def _module_of(code: Any) -> str:
+    while isinstance(code, partial):
+        code = code.func
+    return str(getattr(code, "__module__", ""))
 
 
 def load_extra_states(root: nn.Module, values: Mapping[str, Any]) -> None:
