@@ -37,7 +37,7 @@ def _bytes_of(leaf: Any) -> bytes:
         head = f"{tuple(leaf.shape)}{leaf.dtype}".encode()
         if leaf.layout is not torch.strided or leaf.is_quantized:
             return head
-        flat = leaf.detach().reshape(-1)
+        flat = leaf.detach().as_subclass(Tensor).reshape(-1)  # a project's own class may check its shape
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].contiguous().cpu()
         return head + sample.view(torch.uint8).numpy().tobytes() if sample.numel() else head
     if isinstance(leaf, str | bytes | int | float | bool | None):

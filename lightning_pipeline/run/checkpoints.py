@@ -9,7 +9,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -251,7 +250,7 @@ class CheckpointHooks(Running, PlainStrategy):
                 "storage_options reach only one-file checkpoints, and stages write a folder: leave them out, "
                 "or use PipelineStrategy(save_distributed_checkpoint=False)"
             )
-        if self._alone and not (dist.is_initialized() and self._ranks.numbering.world_size == 1):
+        if self._alone and self._ranks.numbering.world_size > 1:
             rank_zero_warn(f"{filepath} was not saved: the run was interrupted, and it needs all ranks")
             return
         told = self.broadcast(filepath)

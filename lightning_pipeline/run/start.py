@@ -47,6 +47,7 @@ from lightning_pipeline.run.setup import (
     steered,
     stream_undone,
     summarize_before_split,
+    told_of_no_group,
 )
 from lightning_pipeline.run.stages import Stages
 from lightning_pipeline.settings import Settings
@@ -92,6 +93,8 @@ def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
         if quits(raised) and not pipeline.ends_together:
             raised.code = 1  # others fail, for this rank has left them
 
+    if groups.numbering.world_size == 1:
+        pipeline.at_last(told_of_no_group())
     pipeline.at_last(_lightning.before_hooks(trainer, {("Callback", "on_exception"): tell}))
     groups.lookout.doing = lambda: _lightning.current_hook(trainer) or "code outside of hooks"
     pipeline.failure.report = lambda cause: write_crash(

@@ -341,3 +341,31 @@ def test_a_loss_that_a_metric_gives_and_that_is_no_sum_is_warned_of() -> None:
         UserWarning, match="what training_step returns is made of sums over samples in another way"
     ):
         of_metrics({"stages": 1, "num_microbatches": 2}, OfTheRoot)
+
+
+class CoversWhereMasked(Regression):
+    """Compares targets with outputs, of which Python asks placeholders first, and reads whether any counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.validation_step(batch, batch_idx)
+        return self.loss(batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        out, mask = self.net(batch[0]), batch[1][:, 0] > 0
+        at_least, less = batch[1] >= out, batch[1] < out
+        if mask.any():
+            self.above.update(at_least[mask].float())
+            self.below.update(less[mask].float())
+        self.log("above", self.above)
+        self.log("below", self.below)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_targets_may_be_compared_with_outputs(ranks: Ranks, stages: int) -> None:
+    expected = fit(None, CoversWhereMasked)
+    for found in ranks(stages)(fit, {"stages": stages, "num_microbatches": 2}, CoversWhereMasked):
+        assert_same(found, expected)

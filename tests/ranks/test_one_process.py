@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, assert_same, fit
+from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 
@@ -62,3 +63,34 @@ def test_a_step_that_gathers_of_replicas_is_that_of_one_device(
 
 def test_a_hook_sees_the_ranks_that_there_are(ranks: Ranks) -> None:
     assert ranks(2)(in_a_hook) == [(True, 2), (True, 2)]
+
+
+class OfAGroup(Regression):
+    """Goes by whether there is a group in loaders, optimizers and hooks, as projects for several devices do."""
+
+    def train_dataloader(self) -> Any:
+        data = loader().dataset
+        several = dist.is_available() and dist.is_initialized()
+        generator = torch.Generator().manual_seed(0)
+        sampler = DistributedSampler(data) if several else RandomSampler(data, generator=generator)
+        return DataLoader(data, batch_size=8, sampler=sampler)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01 if dist.is_initialized() else 0.1)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("several", float(dist.is_initialized()))
+
+
+def of_a_group(pipeline: dict[str, Any] | None) -> Any:
+    module, run = OfAGroup(), trainer(pipeline)
+    run.fit(module)
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def test_a_run_of_one_process_finds_no_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as alone:
+        alone.setattr(dist, "is_initialized", lambda: False)  # another test may have left a group here
+        expected = of_a_group(None)
+    pipeline = {"stages": 1, "num_microbatches": 2}
+    assert_same(ranks(1)(of_a_group, pipeline, group=False)[0], expected)

@@ -426,6 +426,10 @@ class _NoHandle:
         """Nothing was registered."""
 
 
+_REFLECTED = {Tensor.le: Tensor.ge, Tensor.lt: Tensor.gt}
+"""Of `y >= h` Python asks `h` first for `h <= y` where its class is below that of `y`, as a placeholder's is."""
+
+
 class _GlueFunctions(TorchFunctionMode):
     """Seeds each random call between units; leaves hooks on received values to the stage of the unit."""
 
@@ -467,6 +471,8 @@ class _GlueFunctions(TorchFunctionMode):
         mixing = self._run.mixing
         if self._run.is_done:  # such as the end of a `with torch.no_grad()` around the last unit
             return func(*args, **kwargs)
+        if func in _REFLECTED and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+            func, args = _REFLECTED[func], args[::-1]
         if mixing is None or func == _DEVICE or func in _STANDING:
             seen = self._run.follow is not None or func in _NOTED
             return (self._seen if seen else self._run.remembered.call)(func, args, kwargs)

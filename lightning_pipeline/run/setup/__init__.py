@@ -2,7 +2,7 @@
 
 from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize
-from lightning_pipeline.run.setup.forwards import around_forwards
+from lightning_pipeline.run.setup.forwards import around_forwards, told_of_no_group
 from lightning_pipeline.run.setup.headline import batch_statistics, headline, runs_whole, steered, too_small
 from lightning_pipeline.run.setup.lazy import FirstCall, lazy_layers, make_lazy_layers
 from lightning_pipeline.run.setup.summary import summarize_before_split
@@ -56,5 +56,6 @@ __all__ = [
     "steered",
     "stream_undone",
     "summarize_before_split",
+    "told_of_no_group",
     "too_small",
 ]

@@ -1,4 +1,4 @@
-"""What is around every forward of a run: the precision's context, and how many processes a step sees."""
+"""What is around every forward of a run: the precision's context, and how many processes a run sees."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 
-from lightning_pipeline.patching import patched
+from lightning_pipeline.patching import Undo, patch, patched
 
 
 def around_forwards(plugin: Precision, replicas: int) -> Callable[[], AbstractContextManager[Any]]:
@@ -27,6 +27,19 @@ def around_forwards(plugin: Precision, replicas: int) -> Callable[[], AbstractCo
             yield
 
     return context
+
+
+def told_of_no_group() -> Undo:
+    """Let code of a run of one process find `torch.distributed` not initialized, as on one device.
+
+    Loaders choose a sampler by it, and learning rates are multiplied. The group is there for what we do.
+    """
+
+    def is_initialized() -> bool:
+        """Check if the default process group has been initialized."""
+        return False
+
+    return patch(dist, "is_initialized", is_initialized)
 
 
 def _as_one_process() -> AbstractContextManager[None]:
