@@ -104,6 +104,17 @@ class LogRecorder:
         self._unclear: set[tuple[str, int]] = set()
         self._constant: dict[str, bool] = {}  # whether a batch size is one number of the batch's, by name
 
+    @property
+    def sinks(self) -> dict[str, Callable[..., None]]:
+        """What methods of the module become in a step, by name: called with the micro-batch's index, too.
+
+        A `log_dict` of the module's own runs in the step, and calls Lightning's, which calls `log`.
+        """
+        own: dict[str, Callable[..., None]] = {"log": self.log, "log_dict": self.log_dict}
+        if type(self._module).log_dict is not LightningModule.log_dict:
+            del own["log_dict"]
+        return own
+
     def begin(self, sizes: Sequence[int | None]) -> None:
         """Forget the last step.
 

@@ -190,7 +190,7 @@ class Splitting:
         split = run.members.agreed(
             lambda: SplitModel(
                 self._module, cut.partition, list(self._here), seed=run.seed, device=self._device,
-                sinks={"log": recorder.log, "log_dict": recorder.log_dict}, later=cut.later,
+                sinks=recorder.sinks, later=cut.later,
                 forward_context=self._forwards, others=Beside(trainer).owners,
                 loss_over_batch=self._settings.loss_over_batch,
             )

@@ -242,3 +242,21 @@ def test_logged_numbers_that_are_no_means_are_those_of_one_device(ranks: Ranks, 
     written = partial(fit, writes=str(tmp_path / "two"))
     for found in ranks(2)(written, {"stages": 2, "num_microbatches": 4}, LogsNoMeans):
         assert_same(found, expected)
+
+
+class NamesItsLogs(Regression):
+    """Overrides what logs, to put a prefix before each name."""
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        super().log(f"own {name}", value, **options)
+
+    def log_dict(self, dictionary: Any, **options: Any) -> None:
+        super().log_dict({f"several {name}": 2 * value for name, value in dictionary.items()}, **options)
+
+
+def test_methods_that_log_may_be_overridden(ranks: Ranks, tmp_path: Path) -> None:
+    expected = fit(None, NamesItsLogs, writes=str(tmp_path / "one"))
+    assert "own several twice" in expected[1]
+    written = partial(fit, writes=str(tmp_path / "two"))
+    for found in ranks(2)(written, {"stages": 2, "num_microbatches": 4}, NamesItsLogs):
+        assert_same(found, expected)

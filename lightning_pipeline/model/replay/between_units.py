@@ -427,7 +427,7 @@ class _NoHandle:
 
 
 _REFLECTED = {Tensor.le: Tensor.ge, Tensor.lt: Tensor.gt}
-"""Of `y >= h` Python asks `h` first for `h <= y` where its class is below that of `y`, as a placeholder's is."""
+"""Of `y >= h` Python asks `h` first for `h <= y` where its class is below `y`'s, as a placeholder's is."""
 
 
 class _GlueFunctions(TorchFunctionMode):
