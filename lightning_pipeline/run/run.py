@@ -236,7 +236,8 @@ class Running:
         if self._pipeline is not None and self._pipeline.ends_together:
             return False
         trainer = getattr(self.lightning_module, "_trainer", None)
-        return not dist.is_initialized() or _lightning.is_interrupted(trainer)
+        is_there = self._pipeline is not None or dist.is_initialized()  # code of one process is told of none
+        return not is_there or _lightning.is_interrupted(trainer)
 
     @property
     def _has_ended(self) -> bool:

@@ -196,9 +196,10 @@ class Root(Chosen):
 
 
 def test_the_loss_is_logged_as_the_user_weighs_it_and_nothing_is_said_of_it() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         found = run({"stages": 1, "num_microbatches": 2, "loss_weighting": "samples"}, Root, max_steps=1)[1]
+    assert not [one for one in said if "loss" in str(one.message) or "training_step" in str(one.message)]
     roots = []
     for half in torch.arange(8).chunk(2):
         module = Root()

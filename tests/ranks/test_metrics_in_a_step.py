@@ -356,7 +356,7 @@ class CoversWhereMasked(Regression):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         out, mask = self.net(batch[0]), batch[1][:, 0] > 0
-        at_least, less = batch[1] >= out, batch[1] < out
+        at_least, less = batch[1] >= out, batch[1].lt(other=out)
         if mask.any():
             self.above.update(at_least[mask].float())
             self.below.update(less[mask].float())

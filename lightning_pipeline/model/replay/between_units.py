@@ -471,7 +471,7 @@ class _GlueFunctions(TorchFunctionMode):
         mixing = self._run.mixing
         if self._run.is_done:  # such as the end of a `with torch.no_grad()` around the last unit
             return func(*args, **kwargs)
-        if func in _REFLECTED and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+        if func in _REFLECTED and len(args) == 2 and all(isinstance(one, Tensor) for one in args):
             func, args = _REFLECTED[func], args[::-1]
         if mixing is None or func == _DEVICE or func in _STANDING:
             seen = self._run.follow is not None or func in _NOTED

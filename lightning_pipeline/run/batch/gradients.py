@@ -157,7 +157,7 @@ class Gradients:
         self._hooks.warn_of_scaling()
         factor = by if isinstance(by, Tensor) else torch.tensor(by, dtype=torch.float64)
         ran = bool(factor.isfinite()) and bool(factor)
-        self._by_nothing = bool(factor.isnan())
+        self._by_nothing = self._by_nothing or bool(factor.isnan())
         every = not self._given  # no batch has shown yet which ones the loss follows from
         with torch.no_grad(), self.aside.accumulating():
             for parameter in self._parameters:
