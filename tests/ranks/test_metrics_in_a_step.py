@@ -1,5 +1,6 @@
 """A torchmetrics object is given in a step what one device gives it: once a batch, with the batch's numbers."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -369,3 +370,24 @@ def test_targets_may_be_compared_with_outputs(ranks: Ranks, stages: int) -> None
     expected = fit(None, CoversWhereMasked)
     for found in ranks(stages)(fit, {"stages": stages, "num_microbatches": 2}, CoversWhereMasked):
         assert_same(found, expected)
+
+
+class CoversEach(CoversWhereMasked):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        inside = (self.net(batch[0]) - batch[1]).abs() < 1
+        for column in range(TARGETS):
+            chosen = batch[1][:, column] > 0.6
+            if chosen.any():
+                self.above.update(inside[chosen, column].float())
+        self.log("above", self.above)
+
+
+def test_a_last_batch_of_one_sample_is_nothing_to_warn_of() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run = trainer({"stages": 1, "num_microbatches": 2}, max_epochs=1, num_sanity_val_steps=0)
+        run.fit(CoversEach(), loader(16), loader(17, seed=4))
+    assert not [one for one in said if "micro-batch" in str(one.message)]

@@ -334,7 +334,8 @@ class Batch:
 
     def _told_as_one(self, report: Report, output: Any) -> tuple[Report, Any]:
         """Compare with what the step tells for the batch as one, in some batches, and take what is sure."""
-        split, recorder, mixes = self._steps.split, self._steps.recorder, self.doubts.mixes
+        split, recorder = self._steps.split, self._steps.recorder
+        mixes = self.doubts.mixes and len(self.parts.args) > 1
         found, looks = Compared(), not mixes or self._is_compared_later  # else of mixing it has been said
         if looks:
             merged = None if self._steps.merges_itself else output
