@@ -269,9 +269,11 @@ class LogRecorder:
             dtype = call.values[0].dtype if call.values else None
             self._settle(name, call)
             if dtype is not None:
-                weighted = _is_of(call.sources, losses)
-                self.weighed |= {key} if weighted else set()
-                values.append(_weighted(call, weights) if weighted else self._reduced(key, call))
+                if _is_of(call.sources, losses):
+                    self.weighed.add(key)
+                    values.append(_weighted(call, weights))
+                else:
+                    values.append(self._reduced(key, call))
             entries.append(Entry(name, call.options, call.batch_size, call.metric, dtype))
         stacked = torch.stack(values) if values else None
         return Report(tuple(entries), None if loss is None else loss.dtype, stacked)

@@ -71,8 +71,8 @@ def put_back(metric: AnyMetric, copied: AnyMetric) -> None:
             own = vars(mine).keys() - _OF_ALL - mine._defaults.keys()
             for name in own - vars(theirs).keys():
                 object.__delattr__(mine, name)
-            kept = {name: value for name, value in vars(theirs).items() if name in own}
-            for name, value in kept.items():
+            for name in own & vars(theirs).keys():
+                value = vars(theirs)[name]
                 if isinstance(value, _HELD) and type(value) is type(getattr(mine, name)):
                     refill(getattr(mine, name), value)
                 elif value is None or isinstance(value, _VALUES):

@@ -394,3 +394,17 @@ def test_a_tuple_of_columns_and_one_that_is_the_same_for_all_are_left_as_they_ar
     parts = [part for part, _ in split_batch((torch.zeros(2, 2), columns), 2)]
     assert parts[0][1] == (["a"], ["c"])
     assert merge_outputs([("a", "b"), ("a", "b")], [2, 2]) == ("a", "b")
+
+
+class Labelled(Tensor):
+    """A project's own class, of which each row has a label."""
+
+    def reshape(self, *shape: Any) -> Tensor:
+        raise ValueError(f"labels do not fit {shape}")
+
+
+def test_tensors_of_a_class_of_its_own_are_told_apart_without_its_methods() -> None:
+    batch = torch.arange(6.0).view(2, 3)
+    found = fingerprint(batch.as_subclass(Labelled))
+    assert found == fingerprint(batch.clone().as_subclass(Labelled))
+    assert found != fingerprint((batch + 1).as_subclass(Labelled))
