@@ -18,6 +18,7 @@ from lightning_pipeline.forecast.workload import (
     strategy_text,
 )
 from lightning_pipeline.model.cut import StageTable, common_prefix, size_text, text_table, units_text
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.schedules import Schedule, available_schedules
 from lightning_pipeline.schedules.drawing import Panel, Picture, arrange, beginning, title_of
 from lightning_pipeline.schedules.plans import waits
@@ -240,7 +241,7 @@ def forecast(
     stages = workload.stages(num_stages)
     return Forecast(
         name=workload.name,
-        num_parameters=sum(parameter.numel() for parameter in workload.root.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in parameters_of(workload.root)),
         batch_size=batch_size,
         predictions=tuple(predictions),
         chosen=chosen,

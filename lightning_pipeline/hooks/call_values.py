@@ -26,6 +26,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.places import Reach, give_values, has_values, values_of
 from lightning_pipeline.model.state import Unsent
 from lightning_pipeline.model.tensors import is_placeholder, user_line
+from lightning_pipeline.registry import named_parameters_of
 
 _GIVEN, _MADE, _NODE, _MODULE, _STOOD, _FUNCTION = range(6)
 _DEVICES = ("cpu", "cuda")
@@ -452,7 +453,7 @@ def refusal_of_others(
     other = next((leaf for leaf in _leaves(made, ends) if id(leaf) not in known), None)
     if other is None:
         return None
-    names = {id(parameter): repr(name) for name, parameter in root.named_parameters()}
+    names = {id(parameter): repr(name) for name, parameter in named_parameters_of(root)}
     return SplitError(
         f"gradients flow from what {what} gives to {names.get(id(other), 'a tensor')}, which is neither its "
         "own nor given to it: give it as an argument, or keep both in one unit with "

@@ -1,7 +1,7 @@
 """A batch's gradients: what hooks see of them, and how they survive Lightning's zeroing before backward."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.registry import named_parameters_of
 
 Hooks = dict[int, Callable[[Any], Any]]
 _MODULE, _NONE = "module ", (0, 0)
@@ -31,18 +32,26 @@ def without_hooks(weights: Iterable[Tensor]) -> Iterator[None]:
             one.update(calls)
 
 
-def zeroed_unseen(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning zeroes `.grad` after this training step with no code of the user's in between.
+def zeroed_unseen(trainer: Trainer, batch_idx: int) -> Collection[int]:
+    """Parameters whose `.grad` Lightning zeroes after this training step, no code of the user's in between.
+
+    Those that no optimizer steps keep what they have, and get more in each batch.
 
     Args:
         trainer: In its training.
         batch_idx: Of the batch.
+
+    Returns:
+        By `id`.
     """
     if batch_idx % trainer.accumulate_grad_batches:
-        return False
+        return ()
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     own = [_lightning.is_overridden(hook, trainer.lightning_module) for hook in hooks]
-    return not any(own) and not _lightning.callbacks_with("on_before_zero_grad", trainer)
+    if any(own) or _lightning.callbacks_with("on_before_zero_grad", trainer):
+        return ()
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 class SetAside:
@@ -58,22 +67,26 @@ class SetAside:
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._fresh: list[tuple[Tensor, Tensor]] = []
         self._own: dict[int, Tensor | None] | None = None
-        self._waits = self._is_read = False
+        self._waits = self._is_read = self._has_dropped = False
 
-    def begin(self, parameters: Iterable[Tensor], *, drop: bool = False, is_read: bool = False) -> None:
+    def begin(
+        self, parameters: Iterable[Tensor], *, drop: Collection[int] = (), is_read: bool = False
+    ) -> None:
         """Remember what is in `.grad` before a step.
 
         Args:
             parameters: All that the step may give a gradient.
-            drop: Free what was there: nobody looks before Lightning zeroes it. Otherwise the step holds the
-                gradients of the one before beside its own.
+            drop: By `id`, those of which what was there is freed: nobody looks before Lightning zeroes it.
+                Of others the step holds the gradients of the one before beside its own.
             is_read: Whether the user's step is known to read `.grad`; see `note_read`.
         """
         assert not self._before, "the step before was ended or cancelled"
         self._fresh, self._own = [], None
-        self._before = [(parameter, None if drop else parameter.grad) for parameter in parameters]
-        self._waits, self._is_read = True, is_read
-        if drop:
+        self._before = [(one, None if id(one) in drop else one.grad) for one in parameters]
+        self._waits, self._is_read, self._has_dropped = True, is_read, bool(drop)
+        for parameter, gradient in self._before if drop else ():
+            parameter.grad = gradient
+        if drop and all(gradient is None for _, gradient in self._before):
             self._clear()
 
     def note_read(self) -> bool:
@@ -83,7 +96,9 @@ class SetAside:
             Whether what was there before the batch is there still.
         """
         self._is_read = True
-        return self._waits or self._own is not None or not self._before
+        if not self._before:
+            return True
+        return not self._has_dropped and (self._waits or self._own is not None)
 
     def _clear(self) -> None:
         """Before the first backward: nothing in `.grad`, or what was there where the step reads it."""
@@ -298,7 +313,7 @@ class HooksElsewhere:
     def look(self) -> None:
         """After the backwards of a batch: note which hooks this rank has."""
         if not self._parameters:
-            self._parameters = dict(self._module.named_parameters())
+            self._parameters = dict(named_parameters_of(self._module))
         self._now = {
             name: (len(hooks[0]), len(hooks[1]))
             for name, parameter in self._parameters.items()

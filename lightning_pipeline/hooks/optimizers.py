@@ -16,6 +16,7 @@ from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.state import Sent
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder
 from lightning_pipeline.patching import all_undone, patch
+from lightning_pipeline.registry import named_parameters_of, parameters_of
 
 _Undo = Callable[[], None]
 
@@ -122,7 +123,7 @@ class OwnParts:
         if self._listed.get(id(optimizer)) == len(every) or id(optimizer) not in self._stepped:
             return  # it lists them already, or has left its step out
         self._listed[id(optimizer)] = len(every)
-        names = {id(parameter): name for name, parameter in split.root.named_parameters()}
+        names = {id(parameter): name for name, parameter in named_parameters_of(split.root)}
         own = {
             names[id(p)]: tree_map(_described, dict(s)) for p, s in optimizer.state.items() if id(p) in names
         }
@@ -247,7 +248,7 @@ def gradients_of(module: nn.Module, names: Mapping[int, str]) -> dict[str, Sent]
     """
     return {
         names[id(parameter)]: Sent.of({"grad": parameter.grad})
-        for parameter in module.parameters()
+        for parameter in parameters_of(module)
         if id(parameter) in names and not is_placeholder(parameter) and parameter.grad is not None
     }
 
@@ -296,7 +297,7 @@ def refuse_strangers(optimizers: Iterable[Optimizer], module: nn.Module) -> _Und
     Returns:
         Undoes it. Until then the backward raises `ConfigurationError`, which names the group.
     """
-    known = {id(parameter) for parameter in module.parameters()}
+    known = {id(parameter) for parameter in parameters_of(module)}
     return all_undone(
         [
             parameter.register_hook(partial(_refuse_gradient, f"group {place} of optimizer {number}")).remove

@@ -41,6 +41,7 @@ from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
 from lightning_pipeline.ranks import Company
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.schedules import Plan
 
 _END, _READ, _MEET, _CALL, _BACKWARD = range(5)
@@ -232,7 +233,7 @@ class RemoteUnits:
         return f"unit {self._patches.units[unit].name!r}"
 
     def _parameters(self, unit: int) -> list[nn.Parameter]:
-        return [one for one in self._patches.units[unit].module.parameters() if one.requires_grad]
+        return [one for one in parameters_of(self._patches.units[unit].module) if one.requires_grad]
 
     def _flows(self, unit: int, given: Packed) -> bool:
         """Whether what a unit gives has a gradient."""
@@ -552,7 +553,7 @@ def _held_twice(patches: UnitPatches, holder: Callable[[int], int]) -> set[int]:
     """Parameters that units of several ranks share, each of which has a copy."""
     holders: dict[int, set[int]] = {}
     for number, unit in enumerate(patches.units):
-        for parameter in unit.module.parameters():
+        for parameter in parameters_of(unit.module):
             holders.setdefault(id(parameter), set()).add(holder(number))
     return {identity for identity, ranks in holders.items() if len(ranks) > 1}
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_pipeline.measure.memory import MemoryMeter
 from lightning_pipeline.model.cut import StageActivations
 from lightning_pipeline.model.tensors import Held, Peaks, SavedCount, tensors_in
+from lightning_pipeline.registry import named_parameters_of, parameters_of
 
 
 class _Whole:
@@ -26,7 +27,7 @@ class _Whole:
         self.worst = Peaks()
 
     def owned_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_parameters()
+        return named_parameters_of(self.module)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         return (0,)
@@ -58,7 +59,7 @@ class WholeMeter(MemoryMeter):
         whole = self._whole
         self._counting: SavedCount | None = None
         if whole.counts_next:
-            tensors = [*whole.module.parameters(), *whole.module.buffers(), *tensors_in(batch)]
+            tensors = [*parameters_of(whole.module), *whole.module.buffers(), *tensors_in(batch)]
             self._counting = whole.count = SavedCount(tensors)
             whole.counts_next = False
 

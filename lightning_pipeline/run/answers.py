@@ -14,6 +14,7 @@ from lightning_pipeline.measure import MemoryMeter, PipelineRun
 from lightning_pipeline.model.cut import Partition, StageTable
 from lightning_pipeline.ranks import Offset
 from lightning_pipeline.recording import MessageLog, Timeline
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.run.forecasting import ForecastInput
 from lightning_pipeline.run.held import Whole
 from lightning_pipeline.run.one_device import OneDevice
@@ -187,7 +188,7 @@ class Answers(Running):
             raise ConfigurationError("there is no module yet: enter whole_model() in a hook, or after a run")
         if on == "rank_zero" and module.global_rank != 0:
             return None
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        if any(tensor.is_meta for tensor in (*parameters_of(module), *module.buffers())):
             raise ConfigurationError(
                 f"the run has ended with gather_weights={self._settings.gather_weights!r}, which leaves no "
                 "whole module here: enter whole_model() in a hook such as on_train_end, or set "

@@ -43,6 +43,7 @@ from lightning_pipeline.checkpoint.contents import (
 from lightning_pipeline.checkpoint.folder import discard, local_path
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
 from lightning_pipeline.patching import all_undone
+from lightning_pipeline.registry import named_parameters_of
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.plain import PlainStrategy
 from lightning_pipeline.run.run import Running
@@ -233,7 +234,7 @@ class CheckpointHooks(Running, PlainStrategy):
         stages.take_in()
         own = {**stages.own_state(), **extra_states(module, stages.owns())}
         self._names, self._written = stages.names(), stages.written_names()  # hooks may have added some
-        self._pipeline.order = [name for name, _ in module.named_parameters()]
+        self._pipeline.list_parameters()
         return as_told(module, own, held_states(module))
 
     @pipelined
@@ -347,7 +348,7 @@ class CheckpointHooks(Running, PlainStrategy):
         assert module is not None, "the strategy has seen a run"
         states = held_states(module) if self._is_split else module.state_dict(keep_vars=True)
         held = {name: v for name, v in states.items() if isinstance(v, Tensor) and not v.is_meta}
-        names = {*held, *(name for name, _ in module.named_parameters())}
+        names = {*held, *(name for name, _ in named_parameters_of(module))}
         if self._pipeline is not None and self._is_split:
             names.update(self._pipeline.order)
         settings = self._settings
@@ -410,7 +411,7 @@ class CheckpointHooks(Running, PlainStrategy):
     def _order(self) -> list[str]:
         """All parameter names of the module, which is whole again."""
         assert self.lightning_module is not None, "a run had a module"
-        return [name for name, _ in self.lightning_module.named_parameters()]
+        return [name for name, _ in named_parameters_of(self.lightning_module)]
 
     def _scheduled(self) -> list[int]:
         """The optimizer of each LR scheduler, by index."""

@@ -32,6 +32,7 @@ from lightning_pipeline.forecast import (
 )
 from lightning_pipeline.model.construction import without_weights
 from lightning_pipeline.model.cut import StageTable
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.run.batch import Parts, Plans, split_arguments, trains_batch_norm
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import Settings
@@ -113,7 +114,7 @@ class ForecastInput:
         plugin.convert_module(self.module)
         self._context: Callable[[], AbstractContextManager[Any]] = plugin.forward_context
         self._measure, self._progress = measure, progress
-        if measure and any(parameter.is_meta for parameter in self.module.parameters()):
+        if measure and any(parameter.is_meta for parameter in parameters_of(self.module)):
             raise ConfigurationError("stages without weights cannot be measured: build the module with them")
         batch = _prepared(self.module, plugin.convert_input(batch))
         step = self.module.training_step
@@ -129,7 +130,7 @@ class ForecastInput:
         if not self._measure:
             return Assumptions()
         self._progress("timing messages", 0, 1)
-        link = measure_link(next(self.module.parameters()).device.type)
+        link = measure_link(next(parameters_of(self.module)).device.type)
         return Assumptions(
             latency=link.latency, link_bytes=link.bytes_per_s, handling=link.handling, link_measured=True
         )
@@ -264,7 +265,7 @@ def _configured(module: LightningModule, *, copied: bool) -> LightningModule:
         module = _after(module, "configure_model")
     elif copied:
         module = copy.deepcopy(module)
-    if is_overridden("setup", module) and not list(module.parameters()):
+    if is_overridden("setup", module) and not list(parameters_of(module)):
         module = _after(module, "setup", "fit")
     claim_cpu(module)
     return module

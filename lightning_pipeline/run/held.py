@@ -30,6 +30,7 @@ from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.model.places import exchange_kept
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import Meeting
+from lightning_pipeline.registry import named_parameters_of
 from lightning_pipeline.run.batch import Gradients
 from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.setup import (
@@ -77,7 +78,7 @@ class Whole:
 
     def names(self) -> dict[int, str]:
         """Names of the parameters, by `id`."""
-        return names_by_identity(self._module.named_parameters())
+        return names_by_identity(named_parameters_of(self._module))
 
     def written_names(self) -> dict[int, str]:
         """Those whose optimizer state this rank writes."""
@@ -230,7 +231,7 @@ class StagesHeld:
     def spread(self, wider: Mapping[str, Set[int]]) -> None:
         """Give more stages copies of parameters, with what optimizers know of them; all ranks call."""
         split, groups, optimizers = self.split, self._members.groups, self._trainer.optimizers
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        names = {id(parameter): name for name, parameter in named_parameters_of(self._module)}
         asked = {key: name for key, name in names.items() if name in wider}
         own = states_of(optimizers, asked), gradients_of(self._module, asked)
         made = split.spread(wider)

@@ -23,6 +23,7 @@ from lightning_pipeline.model.cut import Partition, StageRow, StageTable
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Numbering, Offset
 from lightning_pipeline.recording import MessageLog, OpenRecording, Timeline, stream_clock
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.schedules import Action, OneFOneB, Schedule
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -154,7 +155,7 @@ class OneDevice(PipelineRun):
     def table(self) -> StageTable:
         """The one stage."""
         names = tuple(name for name, _ in self._module.named_children())
-        count = sum(parameter.numel() for parameter in self._module.parameters())
+        count = sum(parameter.numel() for parameter in parameters_of(self._module))
         return StageTable((StageRow(0, names, count, 1.0, 0, 0, ""),), "one device")
 
     @property
@@ -191,7 +192,7 @@ class OneDevice(PipelineRun):
 
     def own_parameters(self) -> Iterator[Tensor]:
         """Those of the module, tied ones once."""
-        return self._module.parameters()
+        return parameters_of(self._module)
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """An object of every rank of this replica."""

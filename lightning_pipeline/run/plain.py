@@ -24,6 +24,7 @@ from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import FiniteSteps, first_not_finite
 from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.ranks import RankMap
+from lightning_pipeline.registry import named_parameters_of
 from lightning_pipeline.run.members import join
 from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.schedules import Plan
@@ -349,7 +350,7 @@ class PlainStrategy(ParallelStrategy):
 
     def _by_identity(self) -> dict[int, str]:
         assert self.lightning_module is not None, "a run has a module"
-        return names_by_identity(self.lightning_module.named_parameters())
+        return names_by_identity(named_parameters_of(self.lightning_module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

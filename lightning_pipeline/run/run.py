@@ -18,6 +18,7 @@ from lightning_pipeline.errors import ConfigurationError, NonFiniteError, SplitE
 from lightning_pipeline.hooks import UncutBatch
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Within, gather_rows
+from lightning_pipeline.registry import named_parameters_of
 from lightning_pipeline.run.batch import Batch
 from lightning_pipeline.run.held import Whole
 from lightning_pipeline.run.in_step import RanksInStep
@@ -103,6 +104,10 @@ class Pipeline:
                 "`configure_optimizers` on), and only in a run that has data"
             )
         return self.stages
+
+    def list_parameters(self) -> None:
+        """Note the order that the module's parameters stand in now."""
+        self.order = [name for name, _ in named_parameters_of(self._module)]
 
     def resume(self, stood: Mapping[str, Any] | None) -> None:
         """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""

@@ -21,6 +21,7 @@ from lightning_pipeline.hooks import (
 )
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.patching import all_undone
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.run.batch import (
     Batch,
     Plans,
@@ -142,7 +143,7 @@ class Stages(StagesHeld):
             self._settings.loss_over_batch, num_microbatches, at_least, self._reads_outputs(), reordering,
         )  # fmt: skip
         if self._trains_whole and trainer.training:
-            self._undo.append(self.meeting.watch_gradients(self._module.parameters()))
+            self._undo.append(self.meeting.watch_gradients(parameters_of(self._module)))
         looks = self._settings.on_nonfinite != "ignore" and scaled is None  # a scaler decides by itself
         if looks and trainer.training and self._trains_whole:
             self.gradients.look_at_steps(members.replica)

@@ -139,7 +139,7 @@ class Splitting:
         """
         run, trainer = self._run, self._trainer
         run.seed = seed_of_run(run.members.from_zero)
-        run.order = [name for name, _ in self._module.named_parameters()]
+        run.list_parameters()
         together = self._keep_together()
         early = EarlyLoaders(
             trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer), run.loops,

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline.model.construction import Construction, Recorder, is_whole, sizes_of
 from lightning_pipeline.model.tensors import ModuleState
+from lightning_pipeline.registry import parameters_of
 
 _LARGE = 1 << 30  # bytes of a module from which on each process had better build its part
 
@@ -68,7 +69,7 @@ class Staging:
         """
         recorder, self._recorder = self._recorder, None
         built = None if recorder is None else Construction(module, recorder)
-        if not built and is_whole(module) and (size := sizes_of(module.parameters())) >= _LARGE:
+        if not built and is_whole(module) and (size := sizes_of(parameters_of(module))) >= _LARGE:
             rank_zero_warn(
                 f"every process built the whole {type(module).__name__}, {size / 2**30:.1f} GiB each, before "
                 "it keeps its stages: build it in configure_model or under trainer.init_module(), and each "
@@ -80,5 +81,5 @@ class Staging:
     def _warn(module: LightningModule, why: str) -> None:
         rank_zero_warn(
             f"configure_model of {type(module).__name__} cannot run without weights ({why}), so every "
-            f"process built the whole module: {sizes_of(module.parameters()) / 2**20:,.1f} MiB each"
+            f"process built the whole module: {sizes_of(parameters_of(module)) / 2**20:,.1f} MiB each"
         )

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.errors import ConfigurationError
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, loader
+from tests.ranks.lightning_cases import Regression, loader, trainer
 
 Ranks = Callable[[int], Pool]
 
@@ -161,3 +161,53 @@ class AsksTooEarly(Regression):
 
 def test_who_asks_for_the_stages_in_setup_is_told_when_they_are_known(ranks: Ranks) -> None:
     ranks(2)(fit, AsksTooEarly, 2, group=False)
+
+
+class Adapter(torch.nn.Linear):
+    """Lists as its own only what a user trains, as wrappers of pretrained layers do."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([self.bias])
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        return ((name, one) for name, one in super().named_parameters(*args, **options) if "bias" in name)
+
+
+class ListsWhatItTrains(Regression):
+    """Leaves out of its parameters those that it does not train: the optimizer never sees them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = Adapter(8, 8).double()
+        self.scale = torch.nn.LayerNorm(6).double()
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        return (
+            (name, one) for name, one in super().named_parameters(*args, **options) if "scale" not in name
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((self.scale(batch[0]), batch[1]))
+
+    def on_after_backward(self) -> None:
+        gradients = {name: one.grad for name, one in torch.nn.Module.named_parameters(self)}
+        self.history += [float(one.norm()) for one in gradients.values() if one is not None]
+
+
+def fit_and_save(stages: int | None, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    module, pipeline = ListsWhatItTrains(), {"stages": stages, "num_microbatches": 4} if stages else None
+    run = trainer(pipeline, writes=folder, max_epochs=2)
+    run.fit(module, loader(), loader(seed=4))
+    run.save_checkpoint(f"{folder}/end.ckpt")
+    again = trainer(pipeline, writes=folder, max_epochs=3)
+    again.fit(module, loader(), loader(seed=4), ckpt_path=f"{folder}/end.ckpt")
+    return module.state_dict(), module.history
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_module_may_list_some_of_its_parameters(ranks: Ranks, stages: int, tmp_path: Any) -> None:
+    expected, history = fit_and_save(None, str(tmp_path / "one"))
+    for found, seen in ranks(stages)(fit_and_save, stages, str(tmp_path / "some")):
+        assert seen == pytest.approx(history, rel=1e-9)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)

@@ -48,6 +48,7 @@ ROOMS = [
     "ranks",
     "wire",
     "recording",
+    "registry",
     "_torch",
     "patching",
     "settings",

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.model.tensors import tensors_in
+from lightning_pipeline.registry import named_parameters_of
 
 
 def optimizer_states(root: nn.Module, configure: Callable[[], Any] | None = None) -> dict[str, float] | None:
@@ -31,7 +32,7 @@ def optimizer_states(root: nn.Module, configure: Callable[[], Any] | None = None
     try:
         with warnings.catch_warnings(action="ignore"):  # Lightning's own hook, where there is no other
             optimizers = _found(configure())
-        names = {parameter: name for name, parameter in root.named_parameters()}
+        names = {parameter: name for name, parameter in named_parameters_of(root)}
         kept: dict[str, float] = {}
         for optimizer in optimizers:
             kept.update(_stepped(optimizer, names))

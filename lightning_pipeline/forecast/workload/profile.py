@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_pipeline.model.cut import Partition, stage_activations, stages_of_states, value_sizes
 from lightning_pipeline.model.tensors import Work
 from lightning_pipeline.model.trace import Call, Trace
+from lightning_pipeline.registry import named_parameters_of
 
 _ELEMENTWISE = (
     1.5  # bytes that the backward of an operation without products moves, over those of its forward
@@ -103,7 +104,7 @@ def profile(root: nn.Module, partition: Partition) -> tuple[StageProfile, ...]:
 def _states(root: nn.Module) -> list[State]:
     """Every parameter and buffer once, under its first name."""
     both: list[tuple[Iterable[tuple[str, Tensor]], bool]] = [
-        (root.named_parameters(), True),
+        (named_parameters_of(root), True),
         (root.named_buffers(), False),
     ]
     return [

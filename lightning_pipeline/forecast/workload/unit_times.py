@@ -21,6 +21,7 @@ from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.tensors import ModuleState
+from lightning_pipeline.registry import named_parameters_of, parameters_of
 from lightning_pipeline.wire import Values
 
 MICROBATCHES = 2  # held at once in a round
@@ -69,7 +70,7 @@ class MeasuredWorkload(Workload):
     @override
     def measured_on(self) -> str:
         """The device of the times."""
-        device = next(self.root.parameters()).device
+        device = next(parameters_of(self.root)).device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
 
     @override
@@ -120,7 +121,7 @@ def measure_stages(
 
 def _states(root: nn.Module) -> list[tuple[str, Tensor]]:
     return [
-        *root.named_parameters(remove_duplicate=False),
+        *named_parameters_of(root, remove_duplicate=False),
         *root.named_buffers(remove_duplicate=False),
     ]
 
@@ -129,7 +130,7 @@ def _states(root: nn.Module) -> list[tuple[str, Tensor]]:
 def _left_alone(root: nn.Module) -> Iterator[None]:
     """Gradients, buffers, attributes and random states are as before afterwards."""
     saved = ModuleState(root)
-    gradients = [(parameter, parameter.grad) for parameter in root.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in parameters_of(root)]
     try:
         with random_state_kept(Generators(root.modules())), torch.enable_grad():
             yield
@@ -154,7 +155,7 @@ class _Rounds:
         self._program = split.programs[stage]
         self._stage_seen = (stage, "F") in seconds
         self._pool, self._seconds = seconds, defaultdict[str, list[float]](list)
-        self._on_gpu = any(parameter.is_cuda for parameter in split.root.parameters())
+        self._on_gpu = any(parameter.is_cuda for parameter in parameters_of(split.root))
         self._synchronise: Callable[[], None] = torch.cuda.synchronize if self._on_gpu else lambda: None
 
     def run(self, ranks: int) -> Values | None:

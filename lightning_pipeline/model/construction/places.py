@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeline.model.tensors import contents_of, filled_by, items_of, refill
+from lightning_pipeline.registry import named_parameters_of
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _DEPTH = 4  # of containers in attributes
@@ -13,7 +14,7 @@ _DEPTH = 4  # of containers in attributes
 
 def named_states(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers under all their names."""
-    yield from module.named_parameters(remove_duplicate=False)
+    yield from named_parameters_of(module, remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 

@@ -16,6 +16,7 @@ from lightning_pipeline.model.cut.ways import (
     states_by_stage,
 )
 from lightning_pipeline.model.trace import Trace, Unit, finer_names
+from lightning_pipeline.registry import named_parameters_of, parameters_of
 
 SLACK = 0.02  # how much slower the slowest stage may be for a smaller message
 BACKWARD_SHARE = 2.0  # a backward costs about twice a forward
@@ -104,7 +105,7 @@ class Partition:
         """The same with the parameters of each stage counted, which is done while the module is whole."""
         needed = stages_of_states(self.trace.root, self.trace, self.stage_of, self.num_stages)
         counts = [0] * self.num_stages
-        for name, parameter in self.trace.root.named_parameters():
+        for name, parameter in named_parameters_of(self.trace.root):
             for stage in needed[name]:
                 counts[stage] += parameter.numel()
         return replace(self, num_parameters=tuple(counts))
@@ -344,5 +345,5 @@ def unit_costs(trace: Trace) -> list[float]:
 
 
 def _distinct_parameters(trace: Trace, units: Sequence[int]) -> int:
-    found = {id(p): p.numel() for unit in units for p in trace.units[unit].module.parameters()}
+    found = {id(p): p.numel() for unit in units for p in parameters_of(trace.units[unit].module)}
     return sum(found.values())

@@ -9,6 +9,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.graph import atoms_of
 from lightning_pipeline.model.trace import Trace, Unit, find_units, silence
+from lightning_pipeline.registry import parameters_of
 
 _MOST = 8  # traces: each takes as long as the first one
 
@@ -80,5 +81,5 @@ class Trials:
             kind = type(module)
             if name in above - own and kind.forward is not nn.Module.forward:  # that of a list, for one
                 names[kind].append(name)
-                sizes[kind] = max(sizes[kind], sum(p.numel() for p in module.parameters()))
+                sizes[kind] = max(sizes[kind], sum(p.numel() for p in parameters_of(module)))
         return [names[kind] for kind in sorted(names, key=lambda kind: sizes[kind])]

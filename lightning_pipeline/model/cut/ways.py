@@ -26,6 +26,7 @@ from lightning_pipeline.model.places import (
 )
 from lightning_pipeline.model.tensors import Structure, TensorSpec, standing_tensors, storage_key
 from lightning_pipeline.model.trace import Call, PortSpec, Trace, inputs_of, plain_leaves, plain_state
+from lightning_pipeline.registry import named_parameters_of
 
 ValueKey = tuple[int, int, int]  # unit, which call of it, which output tensor
 _MOST_KEYS, _MOST_DECISIONS, _MOST_HIDDEN = 20, 200, 32
@@ -117,7 +118,7 @@ def stages_of_states(
     readers = states_by_stage(trace, stage_of, num_stages)
     groups: dict[int, list[str]] = {}
     buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
-    states = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+    states = [*named_parameters_of(root, remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
     for name, tensor in states:
         groups.setdefault(id(tensor), []).append(name)
     held: dict[str, set[int]] = {}  # the same set under each name of a tensor

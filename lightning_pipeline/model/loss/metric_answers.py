@@ -20,6 +20,7 @@ from lightning_pipeline.model.loss.metric_objects import copy_of
 from lightning_pipeline.model.random import random_state_kept
 from lightning_pipeline.model.tensors import map_tensors, tensors_in
 from lightning_pipeline.patching import patched
+from lightning_pipeline.registry import parameters_of
 
 _log = logging.getLogger(__name__)
 _LARGEST = 1 << 20  # elements of what a copy is given, and of its states
@@ -74,7 +75,7 @@ class Answers:
     def _tried(self, method: str, given: tuple[Any, Any]) -> Any:
         """The answer of a copy to made-up values of these shapes; None where that cannot be asked."""
         metric = self._metric
-        if any(True for _ in metric.parameters()) or _size_of_states(metric) > _LARGEST:
+        if any(True for _ in parameters_of(metric)) or _size_of_states(metric) > _LARGEST:
             return None
         with disable_current_modes(), torch.no_grad(), random_state_kept():
             draft = copy_of(metric)

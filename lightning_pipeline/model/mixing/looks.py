@@ -11,6 +11,7 @@ from lightning_pipeline.model.mixing.calls import FORM, Functions, Run, target_o
 from lightning_pipeline.model.mixing.meetings import Meetings, may_be_of_batch, picks
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in, user_line
+from lightning_pipeline.registry import parameters_of
 
 
 class UnitCall(NamedTuple):
@@ -139,7 +140,7 @@ class AsGiven(Functions):
     ) -> None:
         self._given = {id(one): one for one in tensors_in(batch)}
         self._of_units = {id(one): one for one in elsewhere}
-        self._states = {id(one) for one in (*root.parameters(), *root.buffers())}
+        self._states = {id(one) for one in (*parameters_of(root), *root.buffers())}
         self._apart: dict[int, Tensor] = {}  # what is made of the batch alone, held: no identity comes twice
         self._is_so = all(map(_is_of_tensors, (*batch[0][:1], *batch[1].values())))
         self._ended = False

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline._torch import DisableTorchFunction
+from lightning_pipeline.registry import parameters_of
 
 _FLAGS = (bool, str, type(None))
 _PLAIN = (*_FLAGS, float)
@@ -18,7 +19,7 @@ def trained_in(root: nn.Module) -> tuple[bool, ...]:
         root: The LightningModule.
     """
     with DisableTorchFunction():  # no function of the step's is among them
-        return tuple(parameter.requires_grad for parameter in root.parameters())
+        return tuple(parameter.requires_grad for parameter in parameters_of(root))
 
 
 def standing_of(unit: nn.Module, *, numbers: bool = True) -> Hashable:

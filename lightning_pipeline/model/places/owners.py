@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline._torch import DisableTorchFunction
 from lightning_pipeline.model.tensors import is_array, storage_key
+from lightning_pipeline.registry import named_parameters_of
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
 
@@ -212,7 +213,7 @@ class Flags(Owner):
     def __init__(self, root: nn.Module) -> None:
         super().__init__({}, "requires_grad of ")
         self._root, self._slots = root, dict[str, tuple[dict[str, Any], str]]()
-        for path, _ in root.named_parameters():
+        for path, _ in named_parameters_of(root):
             owner, _, key = path.rpartition(".")
             self._slots[path] = root.get_submodule(owner)._parameters, key
 
@@ -238,7 +239,7 @@ class Memory(Owner):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__({}, "")
-        self._root, self._tensors = root, dict(root.named_parameters())
+        self._root, self._tensors = root, dict(named_parameters_of(root))
         self._held = [
             tensor.untyped_storage() for tensor in self._tensors.values()
         ]  # no number is used twice

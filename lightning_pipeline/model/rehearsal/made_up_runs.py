@@ -15,6 +15,7 @@ from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, Outputs
 from lightning_pipeline.model.tensors import map_tensors
 from lightning_pipeline.model.trace import Trace, UnitPatches
+from lightning_pipeline.registry import parameters_of
 
 _ROUNDING = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3}
 _COARSE = 5e-2  # of all other types
@@ -78,7 +79,7 @@ def seed_all(seed: int) -> None:
 
 def rounding_of(module: nn.Module, inputs: Sequence[Tensor]) -> float:
     """How much of the largest number two results may differ by and be the same: by the coarsest type."""
-    kinds = {tensor.dtype for tensor in (*inputs, *module.parameters()) if tensor.is_floating_point()}
+    kinds = {tensor.dtype for tensor in (*inputs, *parameters_of(module)) if tensor.is_floating_point()}
     devices = {tensor.device.type for tensor in inputs}
     kinds |= {torch.get_autocast_dtype(one) for one in devices if torch.is_autocast_enabled(one)}
     return max((_ROUNDING.get(kind, _COARSE) for kind in kinds), default=_COARSE)

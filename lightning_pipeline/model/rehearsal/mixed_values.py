@@ -23,6 +23,7 @@ from lightning_pipeline.model.rules import LARGEST, MadeUp, Outputs, bytes_of, m
 from lightning_pipeline.model.state import values_kept
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in, user_line
 from lightning_pipeline.model.trace import Trace
+from lightning_pipeline.registry import parameters_of
 
 _log = logging.getLogger(__name__)
 _MOST = 8  # micro-batches whose values are exchanged
@@ -135,7 +136,7 @@ class MixedValues:
         Such as losses of tasks that a module with weights of its own adds up.
         """
         modules = [self._runs.patches.units[unit].module for unit in units]
-        if any(is_placeholder(one) for module in modules for one in module.parameters()):
+        if any(is_placeholder(one) for module in modules for one in parameters_of(module)):
             return False
         shares = [size / sum(sizes) for size in sizes]
         for given in (values, _exchanged(values, along, 0, sum(sizes))):

@@ -33,6 +33,7 @@ from lightning_pipeline.model.rules import (
     values_in,
 )
 from lightning_pipeline.model.trace import Trace
+from lightning_pipeline.registry import parameters_of
 
 _log = logging.getLogger(__name__)
 UnitCall = tuple[int, int]
@@ -99,7 +100,7 @@ class Padding:
 
     def _is_run(self, unit: int) -> bool:
         module = self._runs.patches.units[unit].module
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters_of(module))
         return self._is_here(unit) and size <= LARGEST
 
     def _narrower(

@@ -61,6 +61,7 @@ from lightning_pipeline.model.trace import (
     plain_state,
     updates_of_metrics,
 )
+from lightning_pipeline.registry import named_parameters_of, parameters_of
 
 _MOST_DECIDED = 1024
 
@@ -359,7 +360,7 @@ class RouteFinder:
         noted = with_noted_index(microbatch[0], decisions), microbatch[1]
         around = Surroundings(self._root, others)
         standing = (tensor for _, value in around.standing() for tensor in standing_tensors(value))
-        writes, form = WritesSeen([*self._root.parameters(), *self._root.buffers(), *standing]), FormSeen()
+        writes, form = WritesSeen([*parameters_of(self._root), *self._root.buffers(), *standing]), FormSeen()
         try:
             with _values_kept(effects), self._apart(step), decisions.noting(numbers):
                 around.look()
@@ -388,7 +389,7 @@ class RouteFinder:
 
     def _check_weights(self, trace: Trace, more: Sequence[Hashable]) -> None:
         """Weights that are first written now need stages that hold what they are made of: those are cut."""
-        weights = [(("written", storage_key(p)), name) for name, p in self._root.named_parameters()]
+        weights = [(("written", storage_key(p)), name) for name, p in named_parameters_of(self._root)]
         found = [name for place, name in weights if place in more]
         reason = misfit(trace, self._cut, self._needed) if found else ""
         if reason:
@@ -441,7 +442,7 @@ class RouteFinder:
     def on_some_stages(self) -> list[Tensor]:
         """Parameters and buffers that not every stage has."""
         every = set(range(self._cut.num_stages))
-        named = (*self._root.named_parameters(), *self._root.named_buffers())
+        named = (*named_parameters_of(self._root), *self._root.named_buffers())
         return [tensor for name, tensor in named if set(self._needed.get(name, ())) != every]
 
     def as_one(self, step: Step, whole: Microbatch) -> tuple[Trace, dict[tuple[int, int], TracedOutput]]:

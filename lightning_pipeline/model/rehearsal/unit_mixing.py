@@ -26,6 +26,7 @@ from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, made_up
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors, tensors_in
 from lightning_pipeline.model.trace import Trace, UnitPatches
+from lightning_pipeline.registry import parameters_of
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
@@ -100,7 +101,7 @@ class UnitMixing:
         """Whether it is of a size to be run twice more, and no batch norm, which the run tells of."""
         module = self._patches.units[unit].module
         is_norm = any(isinstance(part, AnyBatchNorm) and part.training for part in module.modules())
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters_of(module))
         return not is_norm and size <= _LARGEST
 
     def _named(self, unit: int) -> str:

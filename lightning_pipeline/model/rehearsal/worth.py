@@ -31,6 +31,7 @@ from lightning_pipeline.model.rules import (
 )
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
 from lightning_pipeline.model.trace import Trace, UnitPatches
+from lightning_pipeline.registry import parameters_of
 
 _log = logging.getLogger(__name__)
 _PRECISE = {torch.float64: 1e-8, torch.float32: 1e-4}  # how far apart two results that are alike may be
@@ -198,7 +199,7 @@ class Worth:
             loss = given[0].new_tensor(float(loss))
         if not isinstance(loss, Tensor) or is_placeholder(loss) or loss.numel() != 1:
             raise _NotASumError("there is no loss")
-        own = [p for p in self._root.parameters() if p.requires_grad and not is_placeholder(p)]
+        own = [p for p in parameters_of(self._root) if p.requires_grad and not is_placeholder(p)]
         return _Found(loss.detach().reshape(()), *_gradients(loss, given, own))
 
 

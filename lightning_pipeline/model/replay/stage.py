@@ -19,6 +19,7 @@ from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQue
 from lightning_pipeline.model.state import AsOne, BufferStarts, StepState
 from lightning_pipeline.model.tensors import copied_at_end, map_tensors
 from lightning_pipeline.model.trace import Transient, UnitPatches, reentrant_checkpoint_replaced
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.wire import Stage, Values
 
 
@@ -228,7 +229,7 @@ class StageProgram(Stage):
             step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None
             return
         if isinstance(loss, int | float) and step.follower is not None and step.follower.tries():
-            device = next((p.device for p in self.view.root.parameters()), None)
+            device = next((p.device for p in parameters_of(self.view.root)), None)
             loss = torch.tensor(float(loss), device=device)  # of no sample, unlike the batch's
         without = isinstance(result, dict) and loss is None and self.is_last
         if without or not isinstance(loss, Tensor | None):

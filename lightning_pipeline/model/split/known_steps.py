@@ -16,6 +16,7 @@ from lightning_pipeline.model.places import Owner, index_of
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import PlaceholderMode
 from lightning_pipeline.model.trace import Call, Trace, UnitPatches, circumstances, plain_leaves, trace_step
+from lightning_pipeline.registry import named_parameters_of
 
 _RECENT = 4  # traces of a batch that are kept beside those of the known steps
 
@@ -236,7 +237,7 @@ class KnownSteps:
             stage_of: The stage of each unit that there is now.
         """
         readers = states_by_stage(self[step], stage_of, self._cut.num_stages, held=needed)
-        parameters = {name for name, _ in self._root.named_parameters(remove_duplicate=False)}
+        parameters = {name for name, _ in named_parameters_of(self._root, remove_duplicate=False)}
         found = {name: stages - set(needed[name]) for name, stages in readers.items() if name in parameters}
         return {name: stages for name, stages in found.items() if stages}
 

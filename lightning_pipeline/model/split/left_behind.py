@@ -255,13 +255,13 @@ class LeftBehind:
 
     def watch(self, trace: Trace) -> None:
         """A batch begins, of which something may be left behind that no run without values has shown."""
-        self._around, self._versions = None, Versions([])
+        self._around, self._versions = None, Versions(None)
         if self._has_last_stage:
             self._glue_modules = self._glue_modules or self._find_glue_modules()
             others = [one for one in self._others() if trace.ended_early or isinstance(one, ClassOwner)]
             self._around = Surroundings.of_attributes(self._glue_modules, beside=others)
         if self._has_last_stage and trace.ended_early:
-            self._versions = Versions(self._root.named_parameters())
+            self._versions = Versions(self._root)
 
     def _find_glue_modules(self) -> list[tuple[str, nn.Module]]:
         apart = [*(unit.module for unit in self._patches.units), *metrics_of(self._root)]

@@ -16,6 +16,7 @@ from lightning_pipeline.model.replay import StageView
 from lightning_pipeline.model.state import Meeting, SharedParameter, Sources, StageParameters
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
+from lightning_pipeline.registry import named_parameters_of
 
 R = TypeVar("R", bound=Runner)
 
@@ -192,7 +193,7 @@ class OutsideSteps:
 
         def listed() -> Iterator[tuple[str, list[Tensor]]]:
             states = list(optimizers())
-            for name, tensor in self.root.named_parameters():
+            for name, tensor in named_parameters_of(self.root):
                 kept = [t for o in states for t in tensors_in(o.state.get(tensor, ()))]
                 yield name, [tensor, *([] if tensor.grad is None else [tensor.grad]), *kept]
             yield from ((name, [buffer]) for name, buffer in self.root.named_buffers())
@@ -229,13 +230,18 @@ class OutsideSteps:
         self._patches.idle = answers
         return answers
 
-    def note_gradients(self, made: bool) -> None:
-        """Let the next hook see a gradient at each trained parameter of other stages, or at none.
+    def note_gradients(self) -> None:
+        """A backward has run: let the next hook see a gradient at each trained parameter of other stages."""
+        self._residence.has_gradients = True
+
+    def note_zeroed(self, zeroed: Collection[int], own: Iterable[Tensor]) -> None:
+        """Let the next hook see no gradient at parameters of other stages.
 
         Args:
-            made: Whether a backward has run; otherwise `.grad` was set to None with no hook in between.
+            zeroed: Parameters, by `id`, whose `.grad` is set to None with no hook in between.
+            own: The parameters of this rank.
         """
-        self._residence.has_gradients = made
+        self._residence.note_zeroed(zeroed, own)
 
 
 class IdleRunner:

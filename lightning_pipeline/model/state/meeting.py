@@ -50,6 +50,7 @@ from lightning_pipeline.model.tensors import (
     written_tensors,
 )
 from lightning_pipeline.patching import all_undone, patched
+from lightning_pipeline.registry import parameters_of
 
 UNTOLD = 2**20
 """Elements that ranks tell each other for one operation without a word."""
@@ -433,7 +434,7 @@ class Meeting:
         """Two layers' weights find room on every rank, and are said; the whole model may not."""
         if size <= UNTOLD:
             return
-        largest = max((tensor.numel() for tensor in self._absent.root.parameters()), default=0)
+        largest = max((tensor.numel() for tensor in parameters_of(self._absent.root)), default=0)
         if size > 2 * max(largest, UNTOLD):
             raise self._absent.refusal(set(names), "is used together with what this one has, and is large,")
         if not self._has_warned:

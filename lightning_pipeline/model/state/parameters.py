@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.state.absent import AbsentTensors, rename
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, is_placeholder
+from lightning_pipeline.registry import named_parameters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,13 @@ class StageParameters:
         self._gradients: dict[int, Tensor] = {}
         self.has_gradients = self._unsure = False
         self._first_names = _first_names(root)
-        self.parameter_names = [name for name, _ in root.named_parameters()]
+        self.parameter_names = [name for name, _ in named_parameters_of(root)]
         self.shared = self._find_shared()
         self._listed = _every_tensor(root)
 
     def _find_shared(self) -> list[SharedParameter]:
         found = []
-        for name, parameter in self._root.named_parameters():
+        for name, parameter in named_parameters_of(self._root):
             stages = self.needed[name]
             if len(stages) > 1:
                 here = parameter if self._stages & set(stages) else None
@@ -115,7 +116,7 @@ class StageParameters:
         self.needed.update(needed)
         self._name_dropped()
         self._first_names = _first_names(self._root)
-        self.parameter_names = [name for name, _ in self._root.named_parameters()]
+        self.parameter_names = [name for name, _ in named_parameters_of(self._root)]
         self.shared = self._find_shared()
         self._adopt_copies()
         self.drop()
@@ -234,6 +235,12 @@ class StageParameters:
             self._gradients[id(made)] = self.absent.make(full, bare)
         return self.stand_ins[tensor]
 
+    def note_zeroed(self, zeroed: Collection[int], own: Iterable[Tensor]) -> None:
+        """The gradients of these, by `id`, are None now; where more have one a hook finds out which."""
+        every = (*own, *self.stand_ins.values())
+        left = any(one.requires_grad and id(one) not in zeroed for one in every)
+        self.has_gradients = self.has_gradients and left
+
     def show_gradients(self) -> None:
         """Before code of the user: after a backward, what stands for trained parameters has gradients too."""
         if not self.has_gradients:
@@ -254,7 +261,7 @@ class StageParameters:
         self._unsure = False
         own = frozenset(name for name, parameter in self.parameters() if parameter.grad is None)
         without = frozenset[str]().union(*tell(own))
-        names = {id(made): self._first_names[name] for name, made in self._root.named_parameters()}
+        names = {id(made): self._first_names[name] for name, made in named_parameters_of(self._root)}
         for made in self.stand_ins.values():
             if names.get(id(made)) in without:
                 made.grad = None
@@ -383,7 +390,7 @@ def _replacement(item: _Dropped, value: Tensor | None) -> Tensor:
 def _every_tensor(root: nn.Module) -> list[tuple[str, Tensor]]:
     """All parameters and buffers under every name."""
     return [
-        *root.named_parameters(remove_duplicate=False),
+        *named_parameters_of(root, remove_duplicate=False),
         *root.named_buffers(remove_duplicate=False),
     ]
 

@@ -24,6 +24,7 @@ from lightning_pipeline.model.tensors.operations import (
     version_of,
 )
 from lightning_pipeline.model.tensors.structure import tensors_in
+from lightning_pipeline.registry import named_parameters_of, parameters_of
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _HOLDS_NOTHING = frozenset(
@@ -64,7 +65,7 @@ class ModuleState:
         known = [(one, values) for one in copied if (values := _copy_values(one)) is not None]
         self._buffers = [(buffer, values, version_of(buffer)) for buffer, values in known]
         self._graphs = {id(buffer): buffer.grad_fn for buffer, _ in known}
-        parameters = [p for p in root.parameters() if not isinstance(p, UninitializedParameter)]
+        parameters = [p for p in parameters_of(root) if not isinstance(p, UninitializedParameter)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         kept = [one for one in buffers if writes_undone and not isinstance(one, UninitializedBuffer)]
         self._memory = [(one, one.data) for one in (*parameters, *kept) if not is_placeholder(one)]
@@ -327,13 +328,14 @@ def _tensors_below(value: Any, depth: int, most: int | None, looked: Looked | No
 
 
 class Versions:
-    """Tells which of some tensors are written from now on.
+    """Tells which parameters are written from now on.
 
     Args:
-        named: Tensors with their names.
+        root: The module that has them, None for none.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, root: nn.Module | None) -> None:
+        named = () if root is None else named_parameters_of(root)
         self._seen = [(name, one, version_of(one)) for name, one in named if not is_placeholder(one)]
 
     def written(self) -> list[str]:

@@ -13,6 +13,7 @@ from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
 from lightning_pipeline.model.tensors.shape_rules import TensorSpec
 from lightning_pipeline.model.tensors.tags import Tag
 from lightning_pipeline.model.tensors.user_code import user_line
+from lightning_pipeline.registry import parameters_of
 
 _SHARE_OF_FREE_MEMORY = 4  # a module that takes more than this part of what is free is traced without copies
 
@@ -39,7 +40,7 @@ class StandIns:
 
     def put_into(self, root: nn.Module) -> bool:
         """Replace what is not on the device; whether values of parameters or buffers are missing now."""
-        away = [p for p in root.parameters() if not p.is_meta and self._is_away(p)]
+        away = [p for p in parameters_of(root) if not p.is_meta and self._is_away(p)]
         self._copies_parameters = not away or _has_room(self._device, sum(p.nbytes for p in away))
         for module in root.modules():
             for held in (module._parameters, module._buffers):

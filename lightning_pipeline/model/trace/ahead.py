@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from lightning_pipeline.model.places import INDEX, Place, leaves_of, outcome
 from lightning_pipeline.model.trace.record import Trace
+from lightning_pipeline.registry import parameters_of
 
 _DISTANCES = (*range(1, 17), 20, 25, 32, 50, 64, 100, 128, 200, 256, 500, 512, 1000, 1024, 2000, 5000, 10_000)
 _MOST = 3  # runs of a step beside its first
@@ -49,7 +50,7 @@ def has_weights_apart(trace: Trace) -> bool:
     """
     reached = {call.unit for call in trace.calls if any(spec.requires_grad for spec in call.specs)}
     called = {call.unit for call in trace.calls} - reached
-    return any(next(trace.units[unit].module.parameters(), None) is not None for unit in called)
+    return any(next(parameters_of(trace.units[unit].module), None) is not None for unit in called)
 
 
 def distances(trace: Trace, counted: Sequence[Place]) -> Iterator[int]:

@@ -28,6 +28,7 @@ from lightning_pipeline.model.tensors import (
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.ports import PortSpec
 from lightning_pipeline.model.trace.record import Observation
+from lightning_pipeline.registry import named_parameters_of
 
 _MOST_CARRIED = 1000  # items of a container in which a step may carry tensors from batch to batch
 
@@ -188,7 +189,7 @@ class EffectsSeen:
             number = self._numbers.get(effect.place.owner.identity, -1)
             if type(effect.place.owner) is not Memory and (number, effect.place.key) not in trace.transient:
                 self._take(effect)
-        self._weights = {name for name, _ in observed.root.named_parameters(remove_duplicate=False)}
+        self._weights = {name for name, _ in named_parameters_of(observed.root, remove_duplicate=False)}
         for name, place in states.items():
             self._take(self._state_effect(name, place))
         read = [self._standing[key] for key in self._read if key in self._read_between]

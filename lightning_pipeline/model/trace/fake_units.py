@@ -35,6 +35,7 @@ from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.ports import has_ports
 from lightning_pipeline.model.trace.record import Call, Observation
 from lightning_pipeline.model.trace.saved_activations import Regions, SavedActivations
+from lightning_pipeline.registry import parameters_of
 
 _log = logging.getLogger(__name__)
 
@@ -204,7 +205,7 @@ class FakeRun:
         finally:
             self._observed.runs_really = False
         if self._observed.costs:
-            weighs = any(p.requires_grad for p in unit.module.parameters())
+            weighs = any(p.requires_grad for p in parameters_of(unit.module))
             call.flops = call.cost = counter.total
             call.work = [Work(call.flops, 0.0, weighs=weighs)]
         again = zip(before, made_up, versions, strict=True)
@@ -251,7 +252,7 @@ class FakeRun:
     def _in_other_sizes(self, call: Call) -> Call | None:
         """What an earlier call returned, with the sizes of this one; None where that is not clear."""
         module = self._observed.patches.units[call.unit].module
-        own = {size for weight in module.parameters() for size in weight.shape}
+        own = {size for weight in parameters_of(module) for size in weight.shape}
         for known in filter(self._fits_ports, self._observed.seen):
             if known.unit == call.unit:
                 specs = known.resized(call.inputs, own)

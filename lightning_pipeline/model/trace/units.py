@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_pipeline.errors import PartitionError
+from lightning_pipeline.registry import parameters_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # A layer dressed up, not a container. The last is of every adapter of peft, beside its `base_layer`.
@@ -32,7 +33,7 @@ class Unit:
     @property
     def num_parameters(self) -> int:
         """Parameters of the unit, tied ones counted in each unit that holds them."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
+        return sum(parameter.numel() for parameter in parameters_of(self.module))
 
 
 def find_units(root: nn.Module, *, at_least: int = 1, keep_whole: Sequence[str] | None = None) -> list[Unit]:
@@ -135,7 +136,7 @@ def _holds_container(module: nn.Module) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return next(parameters_of(module), None) is not None
 
 
 def _parts(unit: Unit, patterns: Sequence[str]) -> list[Unit]:

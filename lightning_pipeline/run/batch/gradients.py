@@ -110,10 +110,10 @@ class Gradients:
         if self._finite is not None:
             self._finite.counts = stepping
         self._by_nothing = False
-        unseen = zeroed_unseen(trainer, trainer.fit_loop.batch_idx) and not is_read
-        self.aside.begin(self._parameters, drop=unseen, is_read=is_read)
-        if unseen:
-            self._split.note_gradients(False)
+        zeroed = () if is_read else zeroed_unseen(trainer, trainer.fit_loop.batch_idx)
+        self.aside.begin(self._parameters, drop=zeroed, is_read=is_read)
+        if zeroed:
+            self._split.note_zeroed(zeroed, self._parameters)
         try:
             yield
         except BaseException:
@@ -171,7 +171,7 @@ class Gradients:
         """Give `.grad` what the step made."""
         self.aside.put_back()
         self._hooks.after()
-        self._split.note_gradients(True)
+        self._split.note_gradients()
 
     def average(self) -> None:
         """Before the optimizer steps, average over replicas."""

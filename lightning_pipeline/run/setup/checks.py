@@ -36,6 +36,7 @@ from lightning_pipeline._lightning import (
 )
 from lightning_pipeline.errors import ConfigMismatchError
 from lightning_pipeline.ranks import Company
+from lightning_pipeline.registry import named_parameters_of
 from lightning_pipeline.settings import Problems, Settings
 
 _REFUSED: tuple[tuple[type[Callback], str], ...] = (
@@ -229,7 +230,7 @@ def _structure(module: LightningModule) -> dict[str, str]:
         found[f"module {name or '(itself)'}"] = type(part).__qualname__ + (
             f"({part.extra_repr()})" if own else ""
         )
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters_of(module, remove_duplicate=False):
         shape = None if isinstance(parameter, nn.UninitializedParameter) else tuple(parameter.shape)
         found[f"parameter {name}"] = f"{shape} {parameter.dtype}, requires_grad={parameter.requires_grad}"
     for file in sorted({file for part in module.modules() if (file := _file_of(type(part))) is not None}):

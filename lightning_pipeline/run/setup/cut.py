@@ -26,6 +26,7 @@ from lightning_pipeline.model.cut import (
 )
 from lightning_pipeline.model.trace import Trace, Unit, find_units, trace_step, untraced
 from lightning_pipeline.ranks import Company, Outlet
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.run.setup.trainer import as_the_loop_will
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import fetch_absent
@@ -163,7 +164,7 @@ class Cutting:
             built.make()
             rank_zero_warn(
                 f"the step cannot be traced without weights, so every process built the whole "
-                f"module, {sizes_of(self._module.parameters()) / 2**20:,.1f} MiB: {error}"
+                f"module, {sizes_of(parameters_of(self._module)) / 2**20:,.1f} MiB: {error}"
             )
             return False
         if not whole:

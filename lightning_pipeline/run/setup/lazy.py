@@ -16,6 +16,7 @@ from lightning_pipeline.model.loss import stub_metrics
 from lightning_pipeline.model.places import Standing, metrics_of
 from lightning_pipeline.model.tensors import ModuleState, map_tensors
 from lightning_pipeline.model.trace import stub_sinks
+from lightning_pipeline.registry import parameters_of
 from lightning_pipeline.run.setup.trainer import as_the_loop_will, loggers_set_aside
 
 _HOOKS = ("_initialize_hook", "_load_hook")  # of torch.nn.modules.lazy.LazyModuleMixin, since torch 1.8
@@ -86,7 +87,9 @@ def make_lazy_layers(
 def _run(trainer: Trainer, call: FirstCall, context: Callable[[], AbstractContextManager[Any]]) -> str:
     """Call a step up to the last layer that is made; why it ended before, if it did."""
     module, made = trainer.lightning_module, list[_Made]()
-    device = next((p.device for p in module.parameters() if not isinstance(p, UninitializedParameter)), "cpu")
+    device = next(
+        (p.device for p in parameters_of(module) if not isinstance(p, UninitializedParameter)), "cpu"
+    )
     args = map_tensors(lambda tensor: tensor.detach().to(device, copy=True), call.args)
     saved, outside = ModuleState(module), Standing(Beside(trainer).owners())
     try:
