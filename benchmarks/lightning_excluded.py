@@ -6,7 +6,6 @@ _BY_REASON = {
     "a module with one layer": (r"the model has 1 unit to share out",),
     "refused by design": (
         r"takes dataloader_iter",
-        r"it overrides backward",
         r"LBFGS runs the step several times per batch",
         r"is remote, and a checkpoint folder is made complete by renaming it",
         r"callback \w+ gives parameters other names in mid-run",

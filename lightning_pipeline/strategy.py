@@ -463,14 +463,14 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
         finally:
             self._accumulating = False
 
-    def _backward(self, run: Callable[[], None]) -> None:
+    def _backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Called by the precision plugin in the place of a backward, which the step has run."""
         if self.trains_whole:
             with self._running.split.in_hook():
-                run()
+                run(loss)
             self._running.split.after_backward()
         else:
-            self._running.split.put_gradients_back(stepping=not self._accumulating)
+            self._running.split.put_gradients_back(loss, run, stepping=not self._accumulating)
 
     @pipelined
     @override

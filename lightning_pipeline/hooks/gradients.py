@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import SplitError
@@ -67,6 +68,7 @@ class SetAside:
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._fresh: list[tuple[Tensor, Tensor]] = []
         self._own: dict[int, Tensor | None] | None = None
+        self._given = set[int]()
         self._waits = self._is_read = self._has_dropped = False
 
     def begin(
@@ -133,6 +135,7 @@ class SetAside:
             self._fresh = [
                 (parameter, parameter.grad) for parameter, _ in self._before if parameter.grad is not None
             ]
+        self._given = {id(parameter) for parameter, _ in self._fresh}
         self.cancel()
 
     def cancel(self) -> None:
@@ -161,14 +164,60 @@ class SetAside:
         aside = [(parameter, gradient) for parameter, gradient in before if gradient is not None]
         return [*aside, *self._fresh]
 
-    def put_back(self) -> None:
-        """Add the step's gradients to `.grad`."""
+    def as_of(self, loss: Tensor) -> Tensor:
+        """A loss whose backward adds the step's gradients to `.grad`: `put_back` adds none then.
+
+        Args:
+            loss: Of the step.
+
+        Returns:
+            The same number. What is made of it (a multiple, a sum with a penalty) has the gradients that
+            follow from that.
+        """
+        fresh, self._fresh = self._fresh, []
+        parameters, gradients = [one for one, _ in fresh], [one for _, one in fresh]
+        anchor = torch.zeros((), requires_grad=True)  # of a stage that trains nothing
+        found: Tensor = _Made.apply(  # type: ignore[no-untyped-call]
+            loss.detach(), gradients, anchor, *parameters
+        )
+        return found
+
+    def put_back(self) -> Collection[int]:
+        """Add the step's gradients to `.grad`.
+
+        Returns:
+            The parameters, by `id`, that the step has given any.
+        """
         for parameter, gradient in self._fresh:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
         self._fresh = []
+        return self._given
+
+
+class _Made(Function):
+    """A loss whose gradients are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, gradients: list[Tensor], anchor: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise SplitError(
+                "backward(create_graph=True) asks for gradients of gradients, and those of stages are "
+                "numbers: use whole_steps=True, where every rank runs the step on whole batches, which is "
+                "slower"
+            )
+        (by,) = gradients
+        made = [one if by == 1 else one * by.to(one.device, one.dtype) for one in ctx.gradients]
+        return None, None, None, *made
 
 
 def _called(hook: Callable[[Any], Any], gradient: Tensor) -> Any:
@@ -238,6 +287,10 @@ class GradientHooks:
                 hooks.clear()
                 hooks.update({**before, **new})
 
+    def forget(self) -> None:
+        """A backward of the project's own comes, which calls them."""
+        self._changing, self._after = [], []
+
     def change(self) -> None:
         """After the backwards, with the batch's gradients in `.grad`: what `register_hook` was given."""
         called, self._changing = self._changing, []
@@ -248,11 +301,15 @@ class GradientHooks:
                 if changed is not None:
                     parameter.grad = changed
 
-    def after(self) -> None:
-        """With those of the batches before added: what `register_post_accumulate_grad_hook` was given."""
+    def after(self, given: Collection[int]) -> None:
+        """With those of the batches before added: what `register_post_accumulate_grad_hook` was given.
+
+        Args:
+            given: The parameters, by `id`, that the batch has given a gradient.
+        """
         called, self._after = self._after, []
         for parameter, hooks in called:
-            for hook in hooks.values() if parameter.grad is not None else ():
+            for hook in hooks.values() if id(parameter) in given and parameter.grad is not None else ():
                 hook(parameter)
 
 

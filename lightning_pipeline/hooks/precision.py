@@ -23,7 +23,7 @@ from lightning_pipeline.hooks.optimizers import own_groups
 _SERVED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 ClipByNorm = Callable[[Iterable[Tensor], float], object]
-Backward = Callable[[Callable[[], None]], None]
+Backward = Callable[[Tensor, Callable[[Tensor], None]], None]
 
 
 class _OfStages(Precision):
@@ -39,24 +39,23 @@ class _OfStages(Precision):
 
     @override
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.pipeline_backward(
-            lambda: super(_OfStages, self).backward(tensor, model, optimizer, *args, **kwargs)
-        )
+        def run(loss: Tensor) -> None:
+            super(_OfStages, self).backward(loss, model, optimizer, *args, **kwargs)
+
+        self.pipeline_backward(tensor, run)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.pipeline_clip_by_norm(self.main_params(optimizer), float(clip_val))
 
 
-def of_stages(
-    plugin: Precision, clip_by_norm: ClipByNorm, backward: Callable[[Callable[[], None]], None]
-) -> Precision:
+def of_stages(plugin: Precision, clip_by_norm: ClipByNorm, backward: Backward) -> Precision:
     """Give a plugin our backward, and clipping by the norm of all stages. The one handed in stays as it is.
 
     Args:
         plugin: What Lightning made of `precision=`, or the user's own.
         clip_by_norm: Clips parameters (first argument) to a norm (second argument).
-        backward: Gives `.grad` what the step has made, or, given a backward, runs it.
+        backward: Given a loss and what Lightning would do with it. Gives `.grad` what the step has made.
 
     Returns:
         A copy, of a class with the same name: checkpoints know plugins by it.

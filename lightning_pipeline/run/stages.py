@@ -253,12 +253,22 @@ class Stages(StagesHeld):
         """A batch comes whose step runs whole, and may leave something in the units that it calls."""
         self.split.begun += 1
 
-    def put_gradients_back(self, *, stepping: bool) -> None:
+    def put_gradients_back(
+        self, loss: Tensor | None = None, run: Callable[[Tensor], None] | None = None, *, stepping: bool
+    ) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average over replicas.
 
         Args:
+            loss: Of the batch, None if it has none.
+            run: What Lightning does with the loss: calls the module's `backward`, which counts where it is
+                the project's own.
             stepping: Whether the optimizer steps on this batch.
         """
+        if loss is not None and run is not None and self.gradients.calls_backward:
+            with self.meeting.aside():
+                made = self.gradients.as_of(loss)
+            with self.in_hook():
+                run(made)
         with self.meeting.aside():
             self.gradients.put_back()
         self.meeting.changed()

@@ -106,6 +106,36 @@ def test_a_gradient_in_a_hook_is_that_of_one_device(
         assert_same(found, expected)
 
 
+class SkipsBatches(Regression):
+    """No loss in the second of two batches that add up; a layer whose gradients are there in the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(6, 3).double()
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.third)
+
+    @staticmethod
+    def third(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 3
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        if batch_idx == 1:
+            return None
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss + self.beside(batch[0]).square().mean() if batch_idx == 2 else loss
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_hook_is_called_where_a_batch_gives_a_gradient(ranks: Ranks, stages: int) -> None:
+    expected, _ = fitted(SkipsBatches, None, 3)
+    for found, _ in ranks(stages)(fitted, SkipsBatches, stages, 3):
+        assert_same(found, expected)
+
+
 def test_a_hook_is_called_where_the_parameter_is_once_a_batch(ranks: Ranks) -> None:
     _, expected = fitted(Watches, None)
     seen: dict[str, list[float]] = {}

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline._lightning import is_overridden
 from lightning_pipeline.hooks import (
     AgreedGradients,
     GradientHooks,
@@ -35,6 +36,7 @@ class Gradients:
 
     Attributes:
         aside: Those that are not in `.grad` now.
+        calls_backward: Whether the module's `backward` is the project's own.
         counted_elsewhere: Shared parameters, by `id`, that another rank counts.
     """
 
@@ -44,6 +46,7 @@ class Gradients:
         self._look_again: Callable[[], None] = lambda: None
         self._at_step: Callable[[Optimizer], list[str]] | None = None
         self.aside, self._by_nothing = SetAside(), False
+        self.calls_backward = False
         split.around_backward, split.on_gradient_read = self.aside.accumulating, self._is_read
         self.list_anew()
 
@@ -110,6 +113,7 @@ class Gradients:
         if self._finite is not None:
             self._finite.counts = stepping
         self._by_nothing = False
+        self.calls_backward = is_overridden("backward", trainer.lightning_module)
         zeroed = () if is_read else zeroed_unseen(trainer, trainer.fit_loop.batch_idx)
         self.aside.begin(self._parameters, drop=zeroed, is_read=is_read)
         if zeroed:
@@ -146,7 +150,10 @@ class Gradients:
                 copies = [(tuple(one.stages), one.parameter) for one in shared]
                 group_of = partial(self._groups.shared, placement=self._placement)
                 sum_shared(copies, group_of, self._groups.flags_of)
-        self._hooks.change()
+        if self.calls_backward:
+            self._hooks.forget()
+        else:
+            self._hooks.change()
 
     def scale(self, by: Tensor | float) -> None:
         """Multiply what the step has made: what divides its loss is known after the last forward.
@@ -167,10 +174,13 @@ class Gradients:
                     self._given.add(id(parameter))
                     parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
 
+    def as_of(self, loss: Tensor) -> Tensor:
+        """A loss whose backward gives `.grad` what the step made; nothing else does then."""
+        return self.aside.as_of(loss)
+
     def put_back(self) -> None:
         """Give `.grad` what the step made."""
-        self.aside.put_back()
-        self._hooks.after()
+        self._hooks.after(self.aside.put_back())
         self._split.note_gradients()
 
     def average(self) -> None:

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from lightning_pipeline._lightning import (
     STEPS,
     configured_to_log_graph,
-    is_overridden,
     syncs_batch_norm,
     takes,
     uploads_checkpoints,
@@ -61,22 +60,10 @@ def check_run(module: LightningModule) -> None:
     """
     problems = Problems()
     trainer = module.trainer
-    if trainer.state.fn == TrainerFn.FITTING:
-        problems.extend(_training(module))
     problems.extend(_steps(module))
     problems.extend(_trainer(trainer))
     problems.extend(_callbacks(trainer))
     problems.refuse(f"{type(module).__name__} cannot run with PipelineStrategy")
-
-
-def _training(module: LightningModule) -> Iterator[str]:
-    settings: Settings = module.trainer.strategy._settings  # type: ignore[attr-defined]
-    whole = settings.trains_whole(automatic=module.automatic_optimization)
-    if not whole and is_overridden("backward", module):
-        yield (
-            "it overrides backward, but each stage runs its own part of backward per micro-batch: remove "
-            "it, or use whole_steps=True, which is slower"
-        )
 
 
 def _steps(module: LightningModule) -> Iterator[str]:
