@@ -99,18 +99,19 @@ class RemoteUnits:
         holder: The global rank that has a unit.
         company: The ranks of the replica, in a group of their own.
         device: Of this rank.
+        copied: Gives parameters of this rank, by `id`, of which other ranks have a copy.
     """
 
     inside = False
 
     def __init__(
         self, root: nn.Module, patches: UnitPatches, idle: Runner, holder: Callable[[int], int],
-        company: Company, device: torch.device,
+        company: Company, device: torch.device, copied: Callable[[], set[int]],
     ) -> None:  # fmt: skip
         self._root, self._patches, self._idle, self._holder = root, patches, idle, holder
         self._company, self._device = company, device
         self._values = Values(root)
-        self._shared = _held_twice(patches, holder)
+        self._copied = copied
         self._answering = self._in_backward = False
         self._place = 0
         self._meeting: Meeting | None = None
@@ -426,9 +427,9 @@ class RemoteUnits:
                 )
             for number, one in zip(asked, found, strict=True):
                 passage.own[number] = one
-        sent: list[Any] = []
+        sent, copied = list[Any](), self._copied()
         for number, (held, gradient) in enumerate(zip(passage.held, passage.own, strict=True)):
-            needed = number < len(passage.given) or id(held) in self._shared
+            needed = number < len(passage.given) or id(held) in copied
             value = portable([gradient])[0] if needed and gradient is not None else gradient is not None
             sent.append((value, gradient is not None and gradient.requires_grad))
         return sent
@@ -549,15 +550,6 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def _held_twice(patches: UnitPatches, holder: Callable[[int], int]) -> set[int]:
-    """Parameters that units of several ranks share, each of which has a copy."""
-    holders: dict[int, set[int]] = {}
-    for number, unit in enumerate(patches.units):
-        for parameter in parameters_of(unit.module):
-            holders.setdefault(id(parameter), set()).add(holder(number))
-    return {identity for identity, ranks in holders.items() if len(ranks) > 1}
-
-
 def _portable_reply(made: _Given | _Failed | None, rank: int) -> Any:
     assert made is not None, "the owner has run the unit"
     return made.portable(rank) if isinstance(made, _Failed) else (made.answer.portable(), made.random)
@@ -589,6 +581,10 @@ def answer_calls(
         def holder(unit: int) -> int:
             return ranks[placement.rank_of(stage_of[unit])]
 
-        return RemoteUnits(module, patches, idle, holder, company, device)
+        return RemoteUnits(module, patches, idle, holder, company, device, copied)
+
+    def copied() -> set[int]:
+        found = (one for one in split.shared if len({*map(placement.rank_of, one.stages)}) > 1)
+        return {id(one.parameter) for one in found}
 
     return split.answer_calls(made)
