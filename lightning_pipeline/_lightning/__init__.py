@@ -38,6 +38,7 @@ from lightning_pipeline._lightning.logs import (
     logging_at,
     logging_step,
     logs_this_batch,
+    shown_to_steps,
 )
 from lightning_pipeline._lightning.outputs import (
     NO_LOSS,
@@ -191,6 +192,7 @@ __all__ = [
     "set_rank_zero",
     "set_received_sigterm",
     "show_loaders",
+    "shown_to_steps",
     "silence_leaf_specs",
     "silence_moved_checkpoints",
     "silence_sync_dist_advice",

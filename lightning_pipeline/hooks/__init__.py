@@ -24,7 +24,7 @@ from lightning_pipeline.hooks.optimizers import (
 from lightning_pipeline.hooks.precision import join_scaler, of_stages
 from lightning_pipeline.hooks.remote_units import RemoteUnits, answer_calls
 from lightning_pipeline.hooks.reports import Entry, Report, ReportChannel, loss_of, replay
-from lightning_pipeline.hooks.step_logs import LogRecorder
+from lightning_pipeline.hooks.step_logs import LogRecorder, own_logs_shown
 
 __all__ = [
     "AgreedGradients",
@@ -60,6 +60,7 @@ __all__ = [
     "loss_of",
     "objects_beside",
     "of_stages",
+    "own_logs_shown",
     "refuse_strangers",
     "refuse_unserved",
     "replay",

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks.reports import Entry, Report
 from lightning_pipeline.model.loss import Bent, DifferentWaysError, Part, together
 from lightning_pipeline.model.tensors import is_placeholder, storage_key
+from lightning_pipeline.model.trace import logged_in_run
 
 SIGNATURE = inspect.signature(LightningModule.log)
 _DICT_SIGNATURE = inspect.signature(LightningModule.log_dict)
@@ -412,6 +414,20 @@ class LogRecorder:
             f"{subject.format(name)} {what}, so that the batch's is taken for their {taken}. Where it is "
             f"another number (a root, a quotient of two sums, a median) {way_out}"
         )
+
+
+def own_logs_shown(trainer: Trainer) -> Callable[[], None]:
+    """From now on a step finds what it has logged in `trainer.callback_metrics` and the like.
+
+    A micro-batch finds its own numbers, and goes by them as by any that layers compute.
+
+    Args:
+        trainer: Of the run.
+
+    Returns:
+        Undoes it.
+    """
+    return _lightning.shown_to_steps(trainer, logged_in_run)
 
 
 def log_options(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

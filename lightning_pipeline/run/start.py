@@ -16,7 +16,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import newest_verified
 from lightning_pipeline.data import EarlyLoaders
 from lightning_pipeline.errors import CheckpointError
-from lightning_pipeline.hooks import Beside, LogRecorder
+from lightning_pipeline.hooks import Beside, LogRecorder, own_logs_shown
 from lightning_pipeline.model.construction import Construction
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.ranks import write_crash
@@ -146,6 +146,7 @@ class Splitting:
             partial(LoaderHook, trainer), loaders_undone, stream_undone,
         )  # fmt: skip
         run.at_end(early.restore)
+        run.at_end(own_logs_shown(trainer))
         first = early.first_arguments()
         self._let_the_trainer_see(together)
         if first is not None:

@@ -397,5 +397,38 @@ def test_validation_is_not_what_the_check_before_training_was(ranks: Ranks, alwa
         torch.testing.assert_close(seen, expected)
 
 
+class ReadsItsLogs(Regression):
+    """Asks its Trainer for what it has logged just before, and weighs its loss by that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log_dict({"loss": loss, "rows": float(len(batch[0]))}, on_step=True, on_epoch=True)
+        self.log("bar", loss.detach().sqrt(), prog_bar=True, logger=False)
+        known = self.trainer.callback_metrics
+        self.log("step", known["loss_step"] + known["loss"])
+        self.log("shown", self.trainer.progress_bar_metrics["bar"] * 2)
+        self.log("hidden", float("bar" in self.trainer.logged_metrics))
+        return loss * (0.5 if known.get("loss", 9.0) > 1.2 else 1.0)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.loss(batch), on_step=True, on_epoch=True)
+        ending = f"/dataloader_idx_{dataloader_idx}"
+        self.log("again", self.trainer.logged_metrics[f"val_step{ending}"] * 3)
+        self.log("unseen", float(f"val_step{ending}" in self.trainer.callback_metrics))
+
+
+def reads_its_logs(pipeline: dict[str, Any] | None) -> Any:
+    module, run = ReadsItsLogs(), trainer(pipeline)
+    run.fit(module, loader(), [loader(seed=4), loader(seed=5)])
+    return weights(module), {k: float(v) for k, v in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_finds_what_it_has_logged(ranks: Ranks, stages: int) -> None:
+    expected = reads_its_logs(None)
+    for found in ranks(stages)(reads_its_logs, {**TWO, "stages": stages}):
+        assert_same(found, expected)
+
+
 def test_one_device_is_what_this_file_compares_with() -> None:
     assert isinstance(trainer(None).strategy, pl.strategies.SingleDeviceStrategy)

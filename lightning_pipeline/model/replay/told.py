@@ -19,7 +19,7 @@ from lightning_pipeline.model.tensors import (
     PlaceholderMode,
     TensorSpec,
 )
-from lightning_pipeline.model.trace import ToldOnce, note_told, printed_once, stub_sinks
+from lightning_pipeline.model.trace import ToldOnce, note_logged, note_told, printed_once, stub_sinks
 from lightning_pipeline.patching import patched
 
 Sink = Callable[..., None]
@@ -204,6 +204,7 @@ class Told:
 
     def _checked(self, name: str, sink: Sink) -> Callable[..., None]:
         def log(*args: Any, **kwargs: Any) -> None:
+            note_logged((name, args, kwargs))
             watcher: Any = self._mode.watcher
             if watcher is not None and not getattr(watcher, "is_last", True):
                 note_told((args, kwargs))

@@ -33,7 +33,10 @@ from lightning_pipeline.model.trace.record import (
     untraced,
 )
 from lightning_pipeline.model.trace.sinks import (
+    Logged,
     ToldOnce,
+    logged_in_run,
+    note_logged,
     printed_once,
     silence,
     stub_sinks,
@@ -46,6 +49,7 @@ __all__ = [
     "BackwardHooks",
     "Call",
     "Guesses",
+    "Logged",
     "PortSpec",
     "Runner",
     "Stand",
@@ -63,7 +67,9 @@ __all__ = [
     "has_backward_hooks",
     "inputs_of",
     "is_tensor_read",
+    "logged_in_run",
     "makes_guard",
+    "note_logged",
     "note_told",
     "numbers_beside",
     "numbers_changed",

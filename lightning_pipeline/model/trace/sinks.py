@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextvars import ContextVar
 from threading import get_ident
 from typing import Any
 
@@ -15,15 +16,45 @@ from torch import nn
 
 from lightning_pipeline.patching import patched
 
+Logged = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""The method that was called, and with what."""
+_logged: ContextVar[list[Logged] | None] = ContextVar("logged", default=None)
+
+
+def logged_in_run() -> Sequence[Logged]:
+    """What the run of a step in this thread has logged so far; nothing outside of steps."""
+    return _logged.get() or ()
+
+
+def note_logged(call: Logged) -> None:
+    """The run of a step logs something, which is no one's yet."""
+    held = _logged.get()
+    if held is not None:
+        held.append(call)
+
+
+@contextmanager
+def one_run() -> Iterator[None]:
+    """Around a run of a step, which has logged nothing yet."""
+    token = _logged.set([])
+    try:
+        yield
+    finally:
+        _logged.reset(token)
+
 
 @contextmanager
 def stub_sinks(root: nn.Module, names: Sequence[str], on_value: Callable[[Any], None]) -> Iterator[None]:
     """Let `root.log(...)` and the like only tell what they were given."""
 
-    def sink(*args: Any, **kwargs: Any) -> None:
-        on_value((args, kwargs))
+    def sink(name: str) -> Callable[..., None]:
+        def log(*args: Any, **kwargs: Any) -> None:
+            on_value((args, kwargs))
+            note_logged((name, args, kwargs))
 
-    with patched(root, dict.fromkeys(names, sink)):
+        return log
+
+    with patched(root, {name: sink(name) for name in names}), one_run():
         yield
 
 
@@ -116,7 +147,8 @@ class ToldOnce:
         self._own.clear()
         self._thread = get_ident()
         try:
-            yield
+            with one_run():
+                yield
         finally:
             if self._out is not None:
                 self._out.end_line()
