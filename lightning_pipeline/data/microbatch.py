@@ -120,13 +120,27 @@ class SharedPlaces:
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._cut: str | None = None
+        self._lengths: dict[str, set[int]] = {}
 
     def learn(self, batch: Any, part: Any) -> None:
         """Look at a batch and its first micro-batch."""
         cut, whole = how_cut(batch, part)
         self._names.update(name for name, _, _ in whole)
+        for place in cut:
+            self._lengths.setdefault(place.name, set()).add(place.whole[0])
         if self._cut is None and cut:
             self._cut = cut[0].name
+
+    def breaks(self, batch: Any, part: Any) -> bool:
+        """Whether a place that was cut in batches before is whole in this one, with another length.
+
+        Args:
+            batch: Of several loaders.
+            part: A micro-batch of it.
+        """
+        _, whole = how_cut(batch, part)
+        lengths = [(self._lengths.get(place.name), place.whole[0]) for place in whole]
+        return any(before is not None and now not in before for before, now in lengths)
 
     def cut_before(self, batch: Any) -> int:
         """How long that is which was cut in the batches before; 0 where nobody knows."""

@@ -363,6 +363,50 @@ def test_a_later_batch_of_several_loaders_is_cut_as_those_before_it(ranks: Ranks
         assert not [text for text in told if "is one micro-batch" in text]
 
 
+class CountsTheOther(Regression):
+    """Counts and logs by how many samples the second loader's batch has, of which the last is shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        one, other = super().loss(batch["one"]), super().loss(batch["other"])
+        self.seen += len(batch["other"][0])
+        self.log("seen", float(self.seen))
+        self.log("other", other, on_step=False, on_epoch=True, batch_size=len(batch["other"][0]))
+        return one + other
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.history.append(self.seen)
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 1 / (10 + self.seen)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", super().loss(batch["other"]), batch_size=len(batch["other"][0]))
+
+
+def fit_counting(pipeline: dict[str, Any] | None) -> Any:
+    module, run = CountsTheOther(), trainer(pipeline)
+
+    def both(seed: int) -> CombinedLoader:
+        return CombinedLoader({"one": loader(12, 4, seed), "other": loader(9, 4, seed + 5)}, "min_size")
+
+    run.fit(module, both(0), both(1))
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    return (weights(module), logs), module.history
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_batch_of_which_one_loader_has_fewer_samples_than_before_counts_once(
+    ranks: Ranks, stages: int
+) -> None:
+    expected, history = fit_counting(None)
+    for found, seen in ranks(stages)(fit_counting, {"stages": stages, "num_microbatches": 2}):
+        assert_same(found, expected)
+        assert seen == history
+
+
 def with_some_again(samples: list[Any]) -> dict[str, Any]:
     """A batch, and of one that is smaller than 8 samples only four of them."""
     x, y = default_collate(samples)

@@ -418,7 +418,7 @@ class Batch:
         self.advice.of_states(self.doubts.states)  # which units may have read, so that theirs are others
         sums = [*self.doubts.decided_by, *self.doubts.sums_read]
         if not (found.is_sure and (is_compared or not self.doubts.decided_by)):
-            self.advice.of_counts(sums)
+            self.advice.of_counts(sums if len(self.parts.args) > 1 else [])  # one micro-batch adds all
         elif labels or self.doubts.has_unknown or self.doubts.states or sums:
             split.as_one.each.add(self.step)
         self.advice.divided([one for one in split.divided if not (found.is_sure and one in found.compared)])

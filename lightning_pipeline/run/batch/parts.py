@@ -113,6 +113,8 @@ def split_arguments(
         if loaded is not None and loaded.several and shared is not None:
             loaded = loaded._replace(number=shared.cut_before(batch))
         pairs = split_batch(batch, num_microbatches, at_least=at_least, loaded=loaded)
+        if loaded is not None and loaded.several and shared is not None and shared.breaks(batch, pairs[0][0]):
+            pairs = [(batch, sum(size for _, size in pairs))]  # the last batch of one loader is shorter
         sizes = [size for _, size in pairs]
         total = sum(sizes) if has_samples(batch) else None
         microbatches = [part for part, _ in pairs]
