@@ -178,7 +178,8 @@ class ToldAsOne:
             self.each.add(step.name)
         is_asked = step.name in self.each or (step.name in self._torn and not step.mixing)
         is_looked_at = is_turn or is_new or is_first or is_asked
-        if not is_looked_at or step.trace.is_shared or (state is not None and state.takes):
+        takes = state is not None and state.takes
+        if not is_looked_at or step.trace.is_shared or takes or _is_written_twice(step.trace):
             self.missed.add(step.name)
             return
         known.add(tuple(sizes))
@@ -267,6 +268,12 @@ class ToldAsOne:
         device = self._told.device
         own = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
         return torch.get_rng_state().tolist(), own, host_draws(Generators(self._root.modules()))
+
+
+def _is_written_twice(trace: Trace) -> bool:
+    """Whether code between units writes what units, which do not run again, write too (a spectral norm)."""
+    by_units = trace.buffers_written & trace.state_units.keys()
+    return any(effect.place.label in by_units for effect in trace.effects)
 
 
 def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -185,6 +185,20 @@ def test_a_unit_that_is_called_twice_a_batch_advances_twice():
     check(normed(2, 6), "two", Twice)
 
 
+class ReadsTheNormed(Changed):
+    """The step reads a weight that a reading advances, too: a norm that is logged."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        self.log("norm", self.net[6].weight.norm())
+        return loss
+
+
+@pytest.mark.parametrize("way", ["GPipe", "ZBH1"])
+def test_a_weight_that_the_step_reads_besides_is_advanced_by_both(way):
+    check(normed(2, 6), way, ReadsTheNormed)
+
+
 def test_running_statistics_go_on_from_micro_batch_to_micro_batch():
     found, _ = fitted(lambda net: net.insert(3, nn.BatchNorm1d(8, momentum=None).double()), WAYS["two"])
     assert int(found["net.3.num_batches_tracked"]) == 12  # three batches of two, in two epochs
