@@ -95,6 +95,20 @@ class OneList(Keeps):
         return tuple(zip(*self.kept, strict=True))  # type: ignore[return-value]
 
 
+class Deep(Keeps):
+    """By the part of the data, the kind of loss and its name, as torchmd-net keeps losses."""
+
+    def made(self) -> Any:
+        return {part: {kind: defaultdict(list) for kind in ("all", "few")} for part in ("train", "val")}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept["val"]["all"]["outputs"].append(self.net(batch[0]))
+        self.kept["val"]["all"]["targets"].append(batch[1])
+
+    def read(self) -> tuple[Any, Any]:
+        return self.kept["val"]["all"]["outputs"], self.kept["val"]["all"]["targets"]
+
+
 class ReadsWhatIsKept(Keeps):
     """Reads what another stage has, in its step."""
 
@@ -104,7 +118,7 @@ class ReadsWhatIsKept(Keeps):
         self.kept["targets"].append(batch[1])
 
 
-EQUAL = (Keeps, ByDefault, SetByDefault, Pairs, Nested, OneList)
+EQUAL = (Keeps, ByDefault, SetByDefault, Pairs, Nested, OneList, Deep)
 KINDS = {kind.__name__: kind for kind in (*EQUAL, ReadsWhatIsKept)}
 
 

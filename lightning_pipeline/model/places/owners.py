@@ -224,7 +224,8 @@ class Flags(Owner):
 
     def read(self) -> Mapping[Any, Any]:
         """All flags."""
-        found = ((name, slots.get(key)) for name, (slots, key) in self._slots.items())
+        held = self._slots.items()
+        found = ((name, slots[key]) for name, (slots, key) in held if key in slots)  # scripted: no `get`
         return {name: tensor.requires_grad for name, tensor in found if tensor is not None}
 
     def write(self, key: Any, value: Any) -> None:

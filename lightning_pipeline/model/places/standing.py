@@ -43,7 +43,7 @@ _CONTAINERS = (list, dict, set, tuple, deque)
 _PLAIN_CONTAINERS = frozenset({list, dict, OrderedDict, set, deque})
 _HOLD_NOTHING = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
 _HAVE_NOTHING_INSIDE = _HOLD_NOTHING - {Tensor, nn.Parameter} | {FunctionType, ModuleType, type}
-_DEEP, _LONG, _FEW, _MOST = 3, 1000, 100, 20_000
+_DEEP, _LONG, _FEW, _MOST = 5, 1000, 100, 20_000
 _SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
 
 

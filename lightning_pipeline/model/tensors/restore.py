@@ -103,7 +103,7 @@ def _copied(container: Any) -> Any:
     return container.copy() if isinstance(container, dict | set) else None
 
 
-def _containers(level: Iterable[Any], depth: int = 3, anything: bool = False) -> list[tuple[Any, Any]]:
+def _containers(level: Iterable[Any], depth: int = 5, anything: bool = False) -> list[tuple[Any, Any]]:
     """Every container below, and a shallow copy of it. `anything`: in objects of any class.
 
     Level by level, so that what several modules have is looked into from where the most of it is seen.
@@ -296,7 +296,7 @@ Looked = dict[tuple[int, int], tuple[Any, list[Tensor]]]
 
 
 def tensors_held(
-    value: Any, depth: int = 3, most: int | None = None, looked: Looked | None = None
+    value: Any, depth: int = 5, most: int | None = None, looked: Looked | None = None
 ) -> Iterator[Tensor]:
     """Every tensor in this value, in the containers and in the plain objects of it.
 
@@ -307,9 +307,10 @@ def tensors_held(
         looked: Of a look at several values: what leads back to one that holds it, as the nodes of a
             configuration do, is looked into once.
     """
+    looked = {} if looked is None else looked
     if isinstance(value, Tensor):
         yield value
-    elif looked is None or type(value) in _PLAIN:
+    elif type(value) in _PLAIN:
         yield from _tensors_below(value, depth, most, looked)
     else:
         key = id(value), depth
