@@ -1,8 +1,10 @@
 """Data for a replica: every stage must see the same batch, and one is looked at before training starts."""
 
+import copy
 import os
 from collections.abc import Iterator
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -107,14 +109,28 @@ def _read_first(loader: Any) -> Any:
     if type(loader) is Peekable:
         return loader.peek()
     assert isinstance(loader, DataLoader), f"{type(loader).__name__} was not made peekable"
-    batches = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     with loader_kept(loader):
-        return something_of(partial(_collated, loader, chosen) for chosen in batches)[-1]
+        if _makes_its_own(loader):
+            return something_of(partial(next, batches) for batches in repeat(iter(_alone(loader))))[-1]
+        return something_of(partial(_collated, loader, chosen) for chosen in loader._index_sampler)[-1]
+
+
+def _makes_its_own(loader: DataLoader[Any]) -> bool:
+    """Whether a class of the project's says what is iterated, and keeps no iterator from which that takes."""
+    holds = any(hasattr(type(one), "__next__") for one in vars(loader).values())
+    return type(loader).__iter__ is not DataLoader.__iter__ and not holds
+
+
+def _alone(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader, reading in this process."""
+    made = copy.copy(loader)
+    object.__setattr__(made, "num_workers", 0)
+    return made
 
 
 def _collated(loader: DataLoader[Any], chosen: Any) -> Any:
     data: Any = loader.dataset
-    if loader.batch_sampler is None:
+    if not loader._auto_collation:  # which a loader of the project's may say for itself
         return loader.collate_fn(data[chosen])
     if hasattr(data, "__getitems__"):
         return loader.collate_fn(data.__getitems__(list(chosen)))

@@ -407,6 +407,80 @@ def test_a_batch_of_which_one_loader_has_fewer_samples_than_before_counts_once(
         assert seen == history
 
 
+class Doubles(DataLoader[Any]):
+    """Gives other batches than it reads."""
+
+    def __iter__(self) -> Any:
+        for x, y in super().__iter__():
+            yield {"x": 2 * x, "y": y}
+
+
+class ByLists(DataLoader[Any]):
+    """Indexes its data by lists, as torch-spatiotemporal does."""
+
+    @property
+    def _auto_collation(self) -> bool:
+        return False
+
+    @property
+    def _index_sampler(self) -> Any:
+        return self.batch_sampler
+
+
+class ForEver(DataLoader[Any]):
+    """Keeps its workers by one iterator for all epochs, as timm does."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeats(self.batch_sampler))
+        self.batches = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.batches)
+
+
+class Repeats:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from self.sampler
+
+
+class OfTheirBatches(Regression):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch["x"], batch["y"]) if isinstance(batch, dict) else batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+
+def fit_loaded(pipeline: dict[str, Any] | None, kind: type[DataLoader[Any]]) -> Any:
+    pl.seed_everything(3, verbose=False)
+    module, run, data = OfTheirBatches(), trainer(pipeline), loader().dataset
+    by_default = default_collate if kind is not ByLists else list
+    run.fit(module, kind(data, 8, shuffle=True, collate_fn=by_default), kind(data, 8, collate_fn=by_default))
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", [Doubles, ByLists, ForEver])
+def test_a_loader_of_a_class_of_the_projects_is_read_as_it_says(
+    ranks: Ranks, kind: type[DataLoader[Any]], stages: int
+) -> None:
+    expected = fit_loaded(None, kind)
+    for found in ranks(stages)(fit_loaded, {"stages": stages, "num_microbatches": 2}, kind):
+        assert_same(found, expected)
+
+
 def with_some_again(samples: list[Any]) -> dict[str, Any]:
     """A batch, and of one that is smaller than 8 samples only four of them."""
     x, y = default_collate(samples)
