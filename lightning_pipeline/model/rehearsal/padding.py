@@ -40,6 +40,9 @@ UnitCall = tuple[int, int]
 """A unit, and which call of it."""
 Values = Mapping[UnitCall, tuple[list[Tensor], Any]]
 """Tensors that a call of a unit gives, and the structure that they are put into."""
+_AT_FIRST = (
+    8  # batches without such padding, as where words are packed; later ones are looked at by powers of two
+)
 
 
 class Padding:
@@ -63,6 +66,7 @@ class Padding:
     ) -> None:  # fmt: skip
         self._runs, self._outputs, self._stage_of, self._stages = runs, outputs, stage_of, stages
         self._tried: set[tuple[str, tuple[int, ...]]] = set()
+        self._looks = Counter[tuple[str, tuple[int, ...]]]()
         self.counted: dict[str, list[str]] = {}
         self.inside: dict[str, list[str]] = {}
 
@@ -79,6 +83,9 @@ class Padding:
         key = step.name, route.trace.path
         goes_one_way = all(one is route for one in step.routes)
         if key in self._tried or not (route.trace.follows_values and goes_one_way):
+            return
+        self._looks[key] += 1
+        if (looks := self._looks[key]) > _AT_FIRST and looks & (looks - 1):  # each size is traced for it
             return
         try:
             trace, outputs = as_one(whole)
