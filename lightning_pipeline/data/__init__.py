@@ -1,6 +1,7 @@
 """Loaders, batches, and the micro-batches that a batch is split into."""
 
 from lightning_pipeline.data.draws import (
+    holders_of,
     loader_parts,
     random_states,
     random_states_kept,
@@ -11,6 +12,7 @@ from lightning_pipeline.data.draws import (
 )
 from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.first_batch import EarlyLoaders
+from lightning_pipeline.data.loaders import inner
 from lightning_pipeline.data.mappings import of_class, unfillable, with_values
 from lightning_pipeline.data.merge import merge_outputs
 from lightning_pipeline.data.microbatch import (
@@ -32,7 +34,9 @@ __all__ = [
     "SharedPlaces",
     "batch_size_of",
     "has_samples",
+    "holders_of",
     "how_cut",
+    "inner",
     "items_of",
     "loader_parts",
     "merge_outputs",

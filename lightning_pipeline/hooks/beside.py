@@ -3,15 +3,20 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_pipeline import _lightning
 from lightning_pipeline._lightning import progress_of
+from lightning_pipeline.data import holders_of, inner
 from lightning_pipeline.model.places import MISSING, ClassOwner, FileOwner, FoundOwner, Numbers, Owner
 from lightning_pipeline.model.tensors import Code, are_the_users, code_of, objects_below
 
+_LEAD_NOWHERE = frozenset({FunctionType, ModuleType, type, bool, int, float, str, type(None)})
 _OF_LIGHTNING = ("trainer", "_trainer", "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial")
 
 
@@ -40,7 +45,11 @@ class Beside:
         if self._code is None:
             self._code = code_of(self._trainer.lightning_module)
         objects, optimizers = list(objects_beside(self._trainer)), list(_optimizers(self._trainer))
-        return [*objects, *optimizers, *owners_in_code(self._code), *self._progress, *self._settings]
+        known = {owner.identity for owner in objects}
+        loaders = [one for one in _loaders(self._trainer) if one.identity not in known]
+        return [
+            *objects, *loaders, *optimizers, *owners_in_code(self._code), *self._progress, *self._settings
+        ]  # fmt: skip
 
 
 class SettingsOwner(Owner):
@@ -89,8 +98,24 @@ def objects_beside(trainer: Trainer) -> Iterator[Owner]:
 def _below(held: Mapping[str, Any], label: str) -> Iterator[Owner]:
     """Plain objects of the user's among these, and below them."""
     kept = {name: value for name, value in held.items() if not isinstance(value, Trainer | Callback)}
-    for path, inner in objects_below([(f"{label}.", kept)]):
-        yield Owner(vars(inner), f"{path}.")
+    for path, one in objects_below([(f"{label}.", kept)]):
+        yield Owner(vars(one), f"{path}.")
+
+
+def _loaders(trainer: Trainer) -> Iterator[Owner]:
+    """Of loaders, samplers and data sets, which a step reaches by `trainer.train_dataloader`."""
+    seen = set[int]()
+    for step in ("training_step", "validation_step"):
+        for number, loader in enumerate(_lightning.loaders_behind(trainer, step)[0]):
+            for place, holder in enumerate(holders_of(inner(loader))):
+                if id(holder) in seen or isinstance(holder, FunctionType | Trainer | nn.Module):
+                    continue
+                seen.add(id(holder))
+                label = f"loader {number} of {step}, {type(holder).__name__} {place}"
+                own = [name for name in vars(holder) if name.startswith("_")]
+                yield Owner(vars(holder), f"{label}.", own if isinstance(holder, DataLoader) else ())
+                if are_the_users(type(holder).__module__):
+                    yield from _below(vars(holder), label)
 
 
 def _optimizers(trainer: Trainer) -> Iterator[Owner]:
@@ -131,7 +156,11 @@ def owners_in_code(code: Code) -> Iterator[Owner]:
         yield ClassOwner(cls, f"{name}.")
     for file in code.files:
         namespace = vars(file)
-        own = {name: value for name, value in namespace.items() if not name.startswith("__")}
+        own = {
+            name: value
+            for name, value in namespace.items()
+            if type(value) not in _LEAD_NOWHERE and not name.startswith("__")
+        }
         yield FileOwner(namespace, f"global {file.__name__}.")
         yield from _below(own, f"global {file.__name__}")
     for function in code.functions:

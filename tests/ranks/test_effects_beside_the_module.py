@@ -213,12 +213,58 @@ class Registers(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_registry_of_another_file_is_not_taken_for_the_step_s() -> None:
+def test_globals_and_classes_of_files_that_are_imported_from_are_the_steps() -> None:
     code = code_of(Registers())
-    assert {file.__name__ for file in code.files} == {Registers.__module__, Regression.__module__}
-    assert kept_elsewhere.record in code_of(Imports()).functions
-    assert kept_elsewhere.Registry not in code_of(Imports()).classes
+    files = {file.__name__ for file in code.files}
+    assert files > {Registers.__module__, Regression.__module__, kept_elsewhere.__name__}
+    assert kept_elsewhere.Registry in code.classes
+    assert kept_elsewhere.record not in code.functions
+    assert not any(name.startswith(("torch", "lightning")) for name in files)
 
 
-class Imports(Registers):
-    record = staticmethod(kept_elsewhere.record)
+class KeepsElsewhere(Regression):
+    """Counts and keeps in another file, in its sampler, its data and its loader, and goes by that."""
+
+    records: list[float]
+
+    def on_fit_start(self) -> None:
+        kept_elsewhere.RECORDS.clear()
+        kept_elsewhere.Registry.size = 0
+        self.history = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        kept_elsewhere.record(loss.detach())
+        kept_elsewhere.Registry.size += len(batch[0])
+        loaded: Any = self.trainer.train_dataloader
+        loaded.dataset.difficulty = getattr(loaded.dataset, "difficulty", 0) + 1
+        loaded.sampler.total = getattr(loaded.sampler, "total", 0.0) + float(loss)
+        loaded.samples = getattr(loaded, "samples", 0) + len(batch[0])
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        loaded: Any = self.trainer.train_dataloader
+        self.history += [float(kept_elsewhere.Registry.size), float(loaded.dataset.difficulty)]
+        self.history += [float(loaded.samples), loaded.sampler.total]
+        if self.trainer.is_global_zero:  # the last stage fills it
+            self.records = [float(one) for one in kept_elsewhere.RECORDS]
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 / (1 + loaded.dataset.difficulty)
+
+
+def kept_in_loaders(pipeline: dict[str, Any] | None) -> Any:
+    module, run = KeepsElsewhere(), trainer(pipeline)
+    run.fit(module, loader(), loader(seed=4))
+    logs = {name: float(one) for name, one in run.callback_metrics.items()}
+    return (weights(module), logs), module.history, getattr(module, "records", None)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_a_step_keeps_in_other_files_and_in_loaders_is_one_devices(ranks: Ranks, stages: int) -> None:
+    expected, history, records = kept_in_loaders(None)
+    told = ranks(stages)(kept_in_loaders, {"stages": stages, "num_microbatches": 2})
+    for found, seen, _ in told:
+        assert_same(found, expected)
+        assert seen == pytest.approx(history, rel=1e-9)
+    assert len(records) == 6
+    assert [own for *_, own in told if own is not None] == [pytest.approx(records, rel=1e-9)]

@@ -392,7 +392,9 @@ def fit_counting(pipeline: dict[str, Any] | None) -> Any:
     def both(seed: int) -> CombinedLoader:
         return CombinedLoader({"one": loader(12, 4, seed), "other": loader(9, 4, seed + 5)}, "min_size")
 
-    run.fit(module, both(0), both(1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decides by the sum")
+        run.fit(module, both(0), both(1))
     logs = {name: float(value) for name, value in run.callback_metrics.items()}
     return (weights(module), logs), module.history
 
@@ -453,8 +455,10 @@ class Repeats:
 
 
 class OfTheirBatches(Regression):
+    by_names = False
+
     def loss(self, batch: Any) -> Tensor:
-        return super().loss((batch["x"], batch["y"]) if isinstance(batch, dict) else batch)
+        return super().loss((batch["x"], batch["y"]) if self.by_names else batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -466,6 +470,7 @@ class OfTheirBatches(Regression):
 def fit_loaded(pipeline: dict[str, Any] | None, kind: type[DataLoader[Any]]) -> Any:
     pl.seed_everything(3, verbose=False)
     module, run, data = OfTheirBatches(), trainer(pipeline), loader().dataset
+    module.by_names = kind is Doubles
     by_default = default_collate if kind is not ByLists else list
     run.fit(module, kind(data, 8, shuffle=True, collate_fn=by_default), kind(data, 8, collate_fn=by_default))
     return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -24,7 +24,8 @@ class Code:
     Attributes:
         classes: Of the user's own.
         functions: Likewise, methods among them.
-        files: Python files in which classes of the module stand, for their globals.
+        files: Python files in which classes of the module stand, and those that they import from, for their
+            globals.
     """
 
     classes: list[type] = field(default_factory=list)
@@ -35,9 +36,8 @@ class Code:
 def code_of(root: nn.Module) -> Code:
     """Find the code of a module's project: from its classes and those of its layers on.
 
-    Other projects, such as libraries, are left out, but for classes from which the module's own inherits. So
-    are the globals of other files of the project, and classes that are only imported: what stands there, such
-    as a registry, may be read by others, who need what a step has put in while it is run for a trace.
+    Other projects, such as libraries, are left out, but for classes from which the module's own inherits. Of
+    other files of the project, globals and classes count of those that the module's own files import from.
 
     Args:
         root: The LightningModule.
@@ -49,6 +49,7 @@ class _Search:
     def __init__(self, root: nn.Module) -> None:
         self.found = Code()
         self._seen: set[int] = set()
+        self._beside: dict[int, ModuleType] = {}
         self._is_home = _home_of(type(root))
         self._bases = [cls for cls in type(root).__mro__ if are_the_users(cls.__module__)]
         self._pending: deque[Any] = deque(self._bases)
@@ -57,11 +58,12 @@ class _Search:
             self._pending.extend(value for value in vars(module).values() if _leads_on(value))
         for _ in range(_MOST):
             if not self._pending:
-                return
+                break
             value = self._pending.popleft()
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._pending.extend(item for item in self._look(value) if _leads_on(item))
+        self._note_beside()
 
     def _look(self, value: Any) -> Iterator[Any]:
         """Note what is the project's, and give what it leads to."""
@@ -75,7 +77,9 @@ class _Search:
         elif isinstance(value, ModuleType):
             if self._has_base(value.__name__):
                 self.found.files.append(value)
-                yield from [held for held in vars(value).values() if not self._is_imported(held)]
+                held = list(vars(value).values())
+                self._beside.update({id(file): file for file in map(_file_of, held) if self._is_other(file)})
+                yield from [one for one in held if not self._is_imported(one)]
         elif attributes_of(value) is not None:
             yield type(value)
         else:
@@ -89,6 +93,18 @@ class _Search:
             yield from cls.__mro__[1:]
             yield file
 
+    def _is_other(self, file: ModuleType | None) -> TypeGuard[ModuleType]:
+        """Whether it is another file of the project than those of the module's classes."""
+        return file is not None and self._is_mine(file) and not self._has_base(file.__name__)
+
+    def _note_beside(self) -> None:
+        """Globals and classes of the files that are imported from; not what these lead to in turn."""
+        for file in self._beside.values():
+            self.found.files.append(file)
+            classes = [held for held in vars(file).values() if isinstance(held, type)]
+            own = [cls for cls in classes if cls.__module__ == file.__name__ and id(cls) not in self._seen]
+            self.found.classes += own
+
     def _is_imported(self, value: Any) -> bool:
         return isinstance(value, type) and not self._has_base(value.__module__)
 
@@ -97,6 +113,14 @@ class _Search:
 
     def _has_base(self, file: str) -> bool:
         return any(cls.__module__ == file for cls in self._bases)
+
+
+def _file_of(value: Any) -> ModuleType | None:
+    """The file that a global stands for or comes from: a module, or that of a function, class or object."""
+    if isinstance(value, ModuleType):
+        return value
+    of = value if isinstance(value, FunctionType | type) else type(value)
+    return sys.modules.get(of.__module__)
 
 
 def _home_of(cls: type) -> Callable[[ModuleType], bool]:
