@@ -189,6 +189,9 @@ class ListsWhatItTrains(Regression):
     def loss(self, batch: Any) -> Tensor:
         return super().loss((self.scale(batch[0]), batch[1]))
 
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.on_after_backward()  # those that no optimizer zeroes are there
+
     def on_after_backward(self) -> None:
         gradients = {name: one.grad for name, one in torch.nn.Module.named_parameters(self)}
         self.history += [float(one.norm()) for one in gradients.values() if one is not None]

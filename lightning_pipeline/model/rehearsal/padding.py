@@ -40,9 +40,8 @@ UnitCall = tuple[int, int]
 """A unit, and which call of it."""
 Values = Mapping[UnitCall, tuple[list[Tensor], Any]]
 """Tensors that a call of a unit gives, and the structure that they are put into."""
-_AT_FIRST = (
-    8  # batches without such padding, as where words are packed; later ones are looked at by powers of two
-)
+_AT_FIRST = 8
+"""Batches without such padding, as where words are packed; later ones are looked at by powers of two."""
 
 
 class Padding:
