@@ -53,7 +53,7 @@ class StageParameters:
         absent: Makes what stands for tensors of other stages.
         shared: Parameters that several stages keep a copy of.
         stand_ins: The placeholder for each parameter of other stages, by what it stands for.
-        has_gradients: Whether a backward has given these gradients that `show_gradients` has not shown yet.
+        has_gradients: Whether these may have gradients that `show_gradients` has not shown yet.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StageParameters:
         self._dropped: list[_Dropped] = []
         self.stand_ins: dict[Tensor, nn.Parameter] = {}
         self._gradients: dict[int, Tensor] = {}
-        self.has_gradients = self._unsure = False
+        self.has_gradients, self._unsure = True, False  # of an earlier fit, which no optimizer zeroes
         self._first_names = _first_names(root)
         self.parameter_names = [name for name, _ in named_parameters_of(root)]
         self.shared = self._find_shared()
