@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -16,7 +16,6 @@ from lightning_pipeline.data import holders_of, inner
 from lightning_pipeline.model.places import MISSING, ClassOwner, FileOwner, FoundOwner, Numbers, Owner
 from lightning_pipeline.model.tensors import Code, are_the_users, code_of, objects_below
 
-_LEAD_NOWHERE = frozenset({FunctionType, ModuleType, type, bool, int, float, str, type(None)})
 _OF_LIGHTNING = ("trainer", "_trainer", "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial")
 
 
@@ -156,11 +155,7 @@ def owners_in_code(code: Code) -> Iterator[Owner]:
         yield ClassOwner(cls, f"{name}.")
     for file in code.files:
         namespace = vars(file)
-        own = {
-            name: value
-            for name, value in namespace.items()
-            if type(value) not in _LEAD_NOWHERE and not name.startswith("__")
-        }
+        own = {name: value for name, value in namespace.items() if not name.startswith("__")}
         yield FileOwner(namespace, f"global {file.__name__}.")
         yield from _below(own, f"global {file.__name__}")
     for function in code.functions:

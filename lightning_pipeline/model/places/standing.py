@@ -6,7 +6,6 @@ Nothing is put in the way of the user's code: what stands there is compared by i
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from operator import is_
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from lightning_pipeline.model.places.owners import (
     Replayed,
 )
 from lightning_pipeline.model.tensors import (
+    HAVE_NOTHING_INSIDE,
     is_array,
     is_placeholder,
     items_of,
@@ -42,7 +42,6 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, tuple, deque)
 _PLAIN_CONTAINERS = frozenset({list, dict, OrderedDict, set, deque})
 _HOLD_NOTHING = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
-_HAVE_NOTHING_INSIDE = _HOLD_NOTHING - {Tensor, nn.Parameter} | {FunctionType, ModuleType, type}
 _DEEP, _LONG, _FEW, _MOST = 5, 1000, 100, 20_000
 _SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
 
@@ -238,7 +237,7 @@ class Kept(NamedTuple):
             deep: Whether the values of a tensor are kept too.
             arrays: Whether those of arrays and small tensors are.
         """
-        if type(value) in _HAVE_NOTHING_INSIDE:
+        if type(value) in HAVE_NOTHING_INSIDE:
             return cls(value, [], [])
         inner = [(held, held.copy()) for held, _ in _containers(value, arrays=arrays)]
         if not arrays:
@@ -344,7 +343,7 @@ class Standing:
             for key in [key for key in now if key not in kept and owner.keeps(key)]:
                 owner.write(key, MISSING)
             for key, value in kept.items():
-                if type(value.value) not in _HAVE_NOTHING_INSIDE or now.get(key, MISSING) is not value.value:
+                if type(value.value) not in HAVE_NOTHING_INSIDE or now.get(key, MISSING) is not value.value:
                     value.give_back(owner.place(key))
 
 

@@ -83,7 +83,7 @@ class UnitBuffers:
 
         def note(unit: int, module: nn.Module, name: str) -> None:
             is_here = self._stage_of[unit] in self._stages and not isinstance(module, AnyBatchNorm)
-            tensor = dict(module._buffers).get(name)
+            tensor = dict(module._buffers).get(name)  # those of a scripted module have no `get`
             if is_here and isinstance(tensor, Tensor) and not is_placeholder(tensor):
                 names = found.setdefault(id(module), _Written(unit, module, [])).names
                 names += [name] if name not in names else []

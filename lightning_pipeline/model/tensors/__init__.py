@@ -3,6 +3,7 @@
 from lightning_pipeline.model.tensors.cache import PlaceholderCache, result_dtypes
 from lightning_pipeline.model.tensors.code import Code, closed_over, code_of, is_installed
 from lightning_pipeline.model.tensors.containers import (
+    HAVE_NOTHING_INSIDE,
     are_the_users,
     attributes_of,
     contents_of,
@@ -96,6 +97,7 @@ from lightning_pipeline.model.tensors.user_code import user_line
 __all__ = [
     "FLOPS_PER_BYTE",
     "GRADIENT",
+    "HAVE_NOTHING_INSIDE",
     "NOTHING",
     "SET_DATA",
     "Code",

@@ -19,6 +19,10 @@ _NOT_THE_USERS = sys.stdlib_module_names | {
 _NESTED, _FEW, _MOST = 5, 100, 2000  # containers in containers, items of one, objects in all
 _CONTAINERS = (list, deque, dict, set, tuple)
 _NO_KEEPERS = (Tensor, nn.Module, type)
+HAVE_NOTHING_INSIDE = frozenset(
+    {bool, int, float, str, type(None), types.FunctionType, types.ModuleType, type}
+)
+"""Kinds of values that hold nothing which a step may fill."""
 Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
 _KINDS = frozenset(map(numpy.dtype, (
     "bool", "uint8", "int8", "int16", "int32", "int64",
@@ -83,6 +87,8 @@ def objects_below(holders: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tupl
     )
     while pending and len(found) < _MOST:
         path, value, depth = pending.popleft()
+        if type(value) in HAVE_NOTHING_INSIDE:
+            continue
         own = attributes_of(value)
         if own is not None:
             if id(value) not in found:

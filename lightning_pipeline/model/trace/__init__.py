@@ -33,7 +33,6 @@ from lightning_pipeline.model.trace.record import (
     untraced,
 )
 from lightning_pipeline.model.trace.sinks import (
-    Logged,
     ToldOnce,
     logged_in_run,
     note_logged,
@@ -49,7 +48,6 @@ __all__ = [
     "BackwardHooks",
     "Call",
     "Guesses",
-    "Logged",
     "PortSpec",
     "Runner",
     "Stand",
