@@ -109,6 +109,13 @@ class Deep(Keeps):
         return self.kept["val"]["all"]["outputs"], self.kept["val"]["all"]["targets"]
 
 
+class DeepLists(Deep):
+    """The same with lists that are there from the beginning."""
+
+    def made(self) -> Any:
+        return {part: {"all": {"outputs": [], "targets": []}} for part in ("train", "val")}
+
+
 class ReadsWhatIsKept(Keeps):
     """Reads what another stage has, in its step."""
 
@@ -118,7 +125,7 @@ class ReadsWhatIsKept(Keeps):
         self.kept["targets"].append(batch[1])
 
 
-EQUAL = (Keeps, ByDefault, SetByDefault, Pairs, Nested, OneList, Deep)
+EQUAL = (Keeps, ByDefault, SetByDefault, Pairs, Nested, OneList, Deep, DeepLists)
 KINDS = {kind.__name__: kind for kind in (*EQUAL, ReadsWhatIsKept)}
 
 
