@@ -16,7 +16,7 @@ _NOT_THE_USERS = sys.stdlib_module_names | {
     "torch", "lightning", "lightning_pipeline", "lightning_fabric", "pytorch_lightning", "torchmetrics",
     "transformers", "tokenizers", "numpy",
 }  # fmt: skip
-_NESTED, _FEW, _MOST = 5, 100, 2000  # containers in containers, items of one, objects in all
+_NESTED, _FEW, _MOST = 3, 100, 2000  # containers in containers, items of one, objects in all
 _CONTAINERS = (list, deque, dict, set, tuple)
 _NO_KEEPERS = (Tensor, nn.Module, type)
 HAVE_NOTHING_INSIDE = frozenset(
