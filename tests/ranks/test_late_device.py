@@ -15,9 +15,9 @@ from lightning_pipeline.schedules import get_schedule
 from tests import island, shared_island, streams
 from tests.pool import Pool
 from tests.ranks import serial_backend
+from tests.ranks.device_cases import Residual
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer
 from tests.ranks.test_launch_order import ALL, ragged
-from tests.ranks.test_other_device import Residual
 from tests.ranks.toy import Toy, by_hand, forwards
 
 Ranks = Callable[[int], Pool]
