@@ -4,6 +4,8 @@ They are in a file that does not import the device: what a step writes in files 
 back after a trace, and a device knows its memory by such a dictionary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -69,3 +71,10 @@ class Tied(Regression):
         layers = [nn.Linear(FEATURES, FEATURES) for _ in range(4)]
         self.net = nn.Sequential(*layers, nn.Linear(FEATURES, TARGETS)).double()
         layers[3].weight = layers[0].weight
+
+
+class Adam(Regression):
+    """An optimizer with states."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)

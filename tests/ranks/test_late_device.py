@@ -15,7 +15,7 @@ from lightning_pipeline.schedules import get_schedule
 from tests import island, shared_island, streams
 from tests.pool import Pool
 from tests.ranks import serial_backend
-from tests.ranks.device_cases import Residual
+from tests.ranks.device_cases import Adam, Residual
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer
 from tests.ranks.test_launch_order import ALL, ragged
 from tests.ranks.toy import Toy, by_hand, forwards
@@ -237,10 +237,6 @@ def reads_in_batches(pipeline: dict[str, Any]) -> Any:
 
         def on_train_batch_end(self, *args: Any) -> None:
             self.reads.append(list(island.reads))
-
-    class Adam(Regression):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), 1e-2)
 
     island.register()
     shared_island.register()
