@@ -238,16 +238,19 @@ class StageParameters:
     def note_zeroed(self, zeroed: Collection[int], own: Iterable[Tensor]) -> None:
         """The gradients of these, by `id`, are None now; where more have one a hook finds out which."""
         every = (*own, *self.stand_ins.values())
-        left = any(one.requires_grad and id(one) not in zeroed for one in every)
+        left = any(id(one) not in zeroed for one in every)
         self.has_gradients = self.has_gradients and left
 
     def show_gradients(self) -> None:
-        """Before code of the user: after a backward, what stands for trained parameters has gradients too."""
+        """Before code of the user: after a backward, what stands for parameters has gradients too.
+
+        So has one that is frozen now, which may have had one before: `compare_gradients` knows.
+        """
         if not self.has_gradients:
             return
         self.has_gradients, self._unsure = False, True
         for parameter in self.stand_ins.values():
-            if parameter.requires_grad and parameter.grad is None:
+            if parameter.grad is None:
                 parameter.grad = self._gradients[id(parameter)]
 
     def compare_gradients(self, tell: Callable[[frozenset[str]], Iterable[frozenset[str]]]) -> None:
