@@ -1,5 +1,6 @@
 """Optimizers of one stage: their groups list the whole model, and a step goes over this stage's part."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline._torch import tree_map
 from lightning_pipeline.errors import ConfigurationError
@@ -54,6 +56,50 @@ def own_groups(optimizer: Optimizer) -> Iterator[None]:
             group["params"] = every
 
 
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _asks_first(name: str) -> Callable[..., Any]:
+    """A method of dictionaries that asks other ranks, where these may know more."""
+    original = getattr(defaultdict, name)
+
+    @wraps(original)
+    def read(self: "_States", *args: Any) -> Any:
+        self.ask()
+        return original(self, *args)
+
+    return read
+
+
+class _States(defaultdict[Any, Any]):
+    """An optimizer's state.
+
+    Args:
+        states: By parameter.
+        ask: Called before it is read.
+    """
+
+    def __init__(self, states: Mapping[Any, Any], ask: Callable[[], None]) -> None:
+        self.ask: Callable[[], None] = _nothing
+        super().__init__(dict, states)
+        self.ask = ask
+
+    __getitem__, __delitem__, __contains__ = map(_asks_first, ("__getitem__", "__delitem__", "__contains__"))
+    __iter__, __reversed__, __len__ = map(_asks_first, ("__iter__", "__reversed__", "__len__"))
+    get, pop, popitem, setdefault = map(_asks_first, ("get", "pop", "popitem", "setdefault"))
+    keys, values, items = map(_asks_first, ("keys", "values", "items"))
+
+    def copy(self) -> Any:
+        """The plain one that torch makes."""
+        return defaultdict(dict, self)
+
+    __copy__ = copy
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
 class OwnParts:
     """Takes what stands for other stages' parameters out of an optimizer's groups, for its step only.
 
@@ -62,27 +108,38 @@ class OwnParts:
 
     Args:
         optimizers: Of the run.
+        split: Knows the names, and makes what stands for tensors of other stages.
+        tell: Gives an object to all ranks, told what it is, and returns theirs, where code of a hook runs;
+            None elsewhere.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(
+        self, optimizers: Iterable[Optimizer], split: OutsideSteps,
+        tell: Callable[[str, Any], Iterable[Any] | None],
+    ) -> None:  # fmt: skip
+        self._split, self._tell = split, tell
         self._out: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._listed: dict[int, int] = {}
         self._stepped: set[int] = set()
-        self._handles = [
-            handle
-            for optimizer in filter(is_torchs, optimizers)
-            for handle in (
-                optimizer.register_step_pre_hook(self._before),
-                optimizer.register_step_post_hook(self._after),
-            )
-        ]
+        self._unsure: dict[int, list[Any]] = {}
+        self._watched: list[Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        for optimizer in optimizers:
+            self.know(optimizer)
+
+    def know(self, optimizer: Optimizer) -> None:
+        """Ahead of a step: it may be that of an optimizer that a hook has put into another one's place."""
+        if is_torchs(optimizer) and all(optimizer is not one for one in self._watched):
+            self._watched.append(optimizer)
+            self._handles.append(optimizer.register_step_pre_hook(self._before))
+            self._handles.append(optimizer.register_step_post_hook(self._after))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Around the closure, in which Lightning runs the step and its hooks, the groups are whole."""
         own, *rest = args  # the optimizer itself comes first
         closure = kwargs.get("closure", rest[0] if rest else None)
-        self._take_out(optimizer)
         if closure is None:
+            self._begin(optimizer)
             return None
 
         @wraps(closure)
@@ -91,11 +148,18 @@ class OwnParts:
             try:
                 return closure()
             finally:
-                self._take_out(optimizer)
+                self._begin(optimizer)
 
+        self._take_out(optimizer)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": whole}
         return (own, whole, *rest[1:]), kwargs
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """What parameters without an entry get is known to the rank that has them."""
+        if any(not optimizer.state.get(parameter) for parameter in _parameters_of(optimizer)):
+            self._unsure.setdefault(id(optimizer), list(optimizer.state))
+        self._take_out(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
@@ -109,33 +173,71 @@ class OwnParts:
                 self._out.append((group, whole))
                 group["params"] = own
 
-    def show_states(
-        self, optimizer: Optimizer, split: OutsideSteps, gather: Callable[[Any], list[Any]]
-    ) -> None:
+    def show_states(self, optimizer: Optimizer, gather: Callable[[Any], list[Any]]) -> None:
         """After a step: let the state list the whole model too, in the order of the groups.
 
+        That is done at once where the optimizer has other parameters than before, and after that, where a
+        step may have made entries, when code of a hook reads the state.
+
         Args:
-            optimizer: That has stepped. Its state is looked at anew when it has more parameters than before.
-            split: Knows the names, and makes what stands for tensors of other stages.
+            optimizer: That has stepped.
             gather: Collects an object of every rank of this replica; all ranks step alike.
         """
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._listed.get(id(optimizer)) == len(every) or id(optimizer) not in self._stepped:
-            return  # it lists them already, or has left its step out
-        self._listed[id(optimizer)] = len(every)
-        names = {id(parameter): name for name, parameter in named_parameters_of(split.root)}
-        own = {
-            names[id(p)]: tree_map(_described, dict(s)) for p, s in optimizer.state.items() if id(p) in names
+        if id(optimizer) not in self._stepped:
+            return  # it has left its step out
+        if not isinstance(optimizer.state, _States):
+            optimizer.state = _States(optimizer.state, partial(self._ask, optimizer))
+        number = sum(1 for _ in _parameters_of(optimizer))
+        if self._listed.get(id(optimizer)) != number:
+            self._listed[id(optimizer)] = number
+            before = self._unsure.pop(id(optimizer), list(optimizer.state))
+            self._complete(optimizer, before, gather(self._described(optimizer)))
+
+    def _ask(self, optimizer: Optimizer) -> None:
+        """Code of the user's is about to read the state of an optimizer."""
+        if id(optimizer) not in self._unsure:
+            return
+        before = self._unsure.pop(id(optimizer))  # what is told is read, too
+        told = self._tell("what optimizers keep", self._described(optimizer))
+        if told is None:  # no hook runs
+            self._unsure[id(optimizer)] = before
+        else:
+            self._complete(optimizer, before, told)
+
+    def _described(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What is kept of parameters of this rank, by their names."""
+        names = {id(parameter): name for name, parameter in named_parameters_of(self._split.root)}
+        return {
+            names[id(p)]: tree_map(_described, dict(state))
+            for p, state in optimizer.state.items()
+            if id(p) in names and not is_placeholder(p)
         }
-        specs = {name: state for part in gather(own) for name, state in part.items()}
+
+    def _complete(
+        self, optimizer: Optimizer, before: Sequence[Any], told: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Let the state have an entry for each parameter that has one on its own rank.
+
+        Args:
+            optimizer: Whose state that is.
+            before: What had entries ahead of the step, which come first.
+            told: What each rank keeps, from `_described`.
+        """
+        every = list(_parameters_of(optimizer))
+        names = {id(parameter): name for name, parameter in named_parameters_of(self._split.root)}
+        specs = {name: state for part in told for name, state in part.items()}
+        found = dict(optimizer.state)
         for parameter in filter(is_placeholder, every):
             name = names.get(id(parameter))  # none where its module has been taken away
-            if name is not None and name in specs:
-                made = partial(_stand_in, split, name)
-                optimizer.state[parameter] = tree_map(made, specs[name])
-        found = dict(optimizer.state)
+            if name is None:
+                continue
+            if name not in specs:
+                found.pop(parameter, None)
+            elif found.get(parameter, {}).keys() != specs[name].keys() or not specs[name]:
+                found[parameter] = tree_map(partial(_stand_in, self._split, name), specs[name])
         optimizer.state.clear()
-        optimizer.state.update({parameter: found.pop(parameter) for parameter in every if parameter in found})
+        order = {id(key): key for key in (*before, *every)}.values()
+        optimizer.state.update({key: found.pop(key) for key in order if key in found})
         optimizer.state.update(found)
 
     def put_back(self) -> None:
@@ -149,6 +251,9 @@ class OwnParts:
         self.put_back()
         for handle in self._handles:
             handle.remove()
+        for optimizer in self._watched:
+            if isinstance(optimizer.state, _States):
+                optimizer.state = optimizer.state.copy()
 
 
 def watch_steps(

@@ -259,7 +259,7 @@ class StagesHeld:
         exchange(optimizers, self._stand_ins())
         if not self._trains_whole:
             self._undo.append(refuse_strangers(optimizers, self._module))
-        self.own_parts = OwnParts(optimizers)
+        self.own_parts = OwnParts(optimizers, self.split, self.meeting.told)
 
         def whole() -> None:
             exchange(optimizers, self._originals())
@@ -282,6 +282,7 @@ class StagesHeld:
         """
         own, calls = is_torchs(optimizer), Calls(closure, self._members.gather)
         automatic = isinstance(closure, AbstractClosure)
+        self.own_parts.know(optimizer)
         try:
             with self.meeting.aside() if own else self.meeting.hook():
                 if own:
@@ -290,7 +291,7 @@ class StagesHeld:
                     yield calls
                     calls.end()
                 self.own_parts.put_back()
-                self.own_parts.show_states(optimizer, self.split, self._members.gather)
+                self.own_parts.show_states(optimizer, self._members.gather)
         finally:
             self.own_parts.put_back()
             self.meeting.changed()

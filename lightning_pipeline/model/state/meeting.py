@@ -314,6 +314,18 @@ class Meeting:
             with disable_current_modes(), DisableTorchFunctionSubclass():
                 self._compare(lambda own: self._tell(("which gradients there are", []), own))
 
+    def told(self, what: str, own: Any) -> list[Any] | None:
+        """What each rank has, where code of a hook asks for what is not all here; None outside of hooks.
+
+        Args:
+            what: That is, in words.
+            own: What this rank has.
+        """
+        if not self._inside or self._tells:
+            return None
+        with disable_current_modes(), DisableTorchFunctionSubclass():
+            return self._tell((what, []), own)
+
     def watch_gradients(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
         """From now on a backward gives a weight its gradient for real, also where that follows from others.
 
