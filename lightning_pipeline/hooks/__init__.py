@@ -1,6 +1,6 @@
 """What the user's hooks see of a module that is spread over stages."""
 
-from lightning_pipeline.hooks.beside import Beside, objects_beside
+from lightning_pipeline.hooks.beside import Beside, objects_beside, owners_at_end
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks, tell_of_units, units_at_end
 from lightning_pipeline.hooks.gradients import GradientHooks, HooksElsewhere, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
@@ -61,6 +61,7 @@ __all__ = [
     "objects_beside",
     "of_stages",
     "own_logs_shown",
+    "owners_at_end",
     "refuse_strangers",
     "refuse_unserved",
     "replay",

@@ -94,6 +94,17 @@ def objects_beside(trainer: Trainer) -> Iterator[Owner]:
             yield Numbers(_always(vars(callback)), label)
 
 
+def owners_at_end(trainer: Trainer) -> list[Owner]:
+    """What may keep weights when a run ends, beside the module and callbacks: data module, globals, classes.
+
+    Args:
+        trainer: Of the run.
+    """
+    data = getattr(trainer, "datamodule", None)
+    found = [] if data is None else [Owner(vars(data), "datamodule.", _OF_LIGHTNING)]
+    return [*found, *owners_in_code(code_of(trainer.lightning_module))]
+
+
 def _below(held: Mapping[str, Any], label: str) -> Iterator[Owner]:
     """Plain objects of the user's among these, and below them."""
     kept = {name: value for name, value in held.items() if not isinstance(value, Trainer | Callback)}

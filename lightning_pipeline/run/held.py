@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from torch import Tensor
 from torch.optim import Optimizer
@@ -355,7 +355,6 @@ class StagesHeld:
             self.split.restore()
             return
         self.split.mode.forget()
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         from_last = self._members.from_last
         try:
             self.take_in()  # what hooks at the end of training have added or renamed
@@ -363,9 +362,8 @@ class StagesHeld:
             how = self._settings.gather_weights
             kept = kept_by_units(self.split.in_units, self._members.replica, how, staged=staged)
             came = make_whole(
-                self._module, callbacks, self.split, self.owns(), self._members.replica,
-                how, staged=staged,
-            )  # fmt: skip
+                self._trainer, self.split, self.owns(), self._members.replica, how, staged=staged
+            )
         except BaseException:  # another rank has failed
             self.split.restore()
             raise

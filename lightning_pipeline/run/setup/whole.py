@@ -1,19 +1,19 @@
 """What of a module is here: read, moved, made equal on all ranks, and whole again at the end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeline import _lightning
 from lightning_pipeline._torch import may_take_data_of
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
-from lightning_pipeline.hooks import units_at_end
+from lightning_pipeline.hooks import owners_at_end, units_at_end
 from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.state import InUnits, SharedParameter, Told
 from lightning_pipeline.model.tensors import is_placeholder
@@ -124,14 +124,13 @@ def _broadcast(tensor: Tensor, source: int, groups: Groups, group: dist.ProcessG
 
 
 def make_whole(
-    module: LightningModule, callbacks: Sequence[Callback], split: OutsideSteps, owns: Owns, replica: Company,
-    how: str, *, staged: bool,
-) -> dict[str, Tensor]:  # fmt: skip
+    trainer: Trainer, split: OutsideSteps, owns: Owns, replica: Company, how: str, *, staged: bool
+) -> dict[str, Tensor]:
     """The end of a run: gather what makes the module one again, on the CPU; all ranks of a replica call.
 
     Args:
-        module: Of the run.
-        callbacks: Of the run; copies of the module in them become whole too.
+        trainer: Of the run. Copies of the module's weights in its callbacks and data module become whole
+            too, and those in attributes, globals and classes of the module's project.
         split: This rank's stages of it.
         owns: Whether this rank has the true state of a module that is neither parameter nor buffer.
         replica: The ranks that hold the module together.
@@ -142,6 +141,7 @@ def make_whole(
     Returns:
         What other stages hold, by name, where it is wanted.
     """
+    module: LightningModule = trainer.lightning_module
     move(module, torch.device("cpu"))
     told = replica.gather("gathering extra states", extra_states(module, owns))
     extra: dict[str, Any] = {}
@@ -153,7 +153,8 @@ def make_whole(
     def gather(own: Any) -> list[Any]:
         return list(replica.gather("filling copies that callbacks hold", own).values())
 
-    fill_copies(callbacks, module, gather, keep=everything)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    fill_copies(callbacks, owners_at_end(trainer), module, gather, keep=everything)
     own, held = split.owned_states(transient=True), held_states(module, transient=True)
     return gather_weights(replica, own, held, everything=everything)
 
