@@ -26,6 +26,10 @@ _OF_FORM = frozenset(
 """Functions that tell of a tensor what follows from its form, and not from its values."""
 
 
+def _not_told() -> None:
+    """Nobody asks."""
+
+
 def _is_getter(func: Any) -> bool:
     """Whether a function reads an attribute, such as `requires_grad`, which is no value."""
     return getattr(func, "__name__", "") == "__get__"
@@ -42,6 +46,7 @@ class Reads:
     Attributes:
         values: What was read.
         on_call: Told of each call of a unit.
+        on_value: Told where a value of units is read: what the step does from then on may depend on it.
         changes: Tells whether the step has changed anything; asked at each read where no way is known yet.
         changed: Whether it had at the last read.
         tell_all: Whether nothing else was read, such as an array or a random number of Python.
@@ -61,7 +66,7 @@ class Reads:
         self._known, self._key, self.answers = known, key, answers
         self.values: list[Any] = []
         self.changes: Callable[[], bool] = lambda: False
-        self.on_call: Callable[[], None] = lambda: None
+        self.on_call = self.on_value = _not_told
         self.changed = self._is_done = False
         self.tell_all, self.by_form = True, True
         self.failed: Route | None = None

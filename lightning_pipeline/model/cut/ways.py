@@ -415,12 +415,16 @@ class StepRoutes:
         if len(self.decisions) > _MOST_DECISIONS:
             self.decisions = {leaf: None for one in self.decisions for leaf in leaves_of(one)}
 
-    def unknown(self, changed: Sequence[tuple[Place, int]], written: Sequence[int] = ()) -> list[Hashable]:
-        """Which of the places that a run of the step has changed are not known to be, or not there.
+    def unknown(
+        self, changed: Sequence[tuple[Place, int]], written: Sequence[int] = (),
+        by_values: Collection[Hashable] = (),
+    ) -> list[Hashable]:  # fmt: skip
+        """Which of the places that a run of the step has changed are not known to be so, or are not there.
 
         Args:
             changed: The places, each with the number of calls that there had been.
             written: Memory that it has written, by `storage_key`.
+            by_values: Of these places those, by identity, whose value may depend on what units give.
         """
         held = (t for effect in self.base.trace.effects for t in standing_tensors(effect.place.get()))
         seen = {storage_key(tensor) for tensor in held} if written else set()
@@ -434,6 +438,12 @@ class StepRoutes:
                 key = ("at", place.identity, position)
             if key not in known and key not in self._passing:
                 more.append(key)
+        alone = {effect.place.identity for effect in self.base.trace.effects if not effect.from_units}
+        more += [
+            ("by values", key)
+            for key in by_values
+            if key in alone and ("by values", key) not in self._passing
+        ]
         return list(dict.fromkeys(more))
 
     def decided_by_value(self, places: Collection[Hashable]) -> None:

@@ -266,6 +266,7 @@ class Walk(_DryRun):
     def _guessed(self) -> None:
         super()._guessed()
         self._is_guess = True
+        self._reads.on_value()
 
     def _trained(self) -> tuple[bool, ...]:
         return trained_in(self._view.root) if self._reads.collects else ()

@@ -50,6 +50,7 @@ from lightning_pipeline.model.tensors import (
     result_dtypes,
     standing_tensors,
     storage_key,
+    tensors_held,
     version_of,
 )
 from lightning_pipeline.model.trace import (
@@ -366,7 +367,7 @@ class RouteFinder:
                 around.look()
                 changed = _Changed(around)
                 reads.changes = self._changes(effects, writes, changed)
-                reads.on_call = changed.look
+                reads.on_call, reads.on_value = changed.look, changed.value_read
                 try:
                     with writes, form:
                         route = self._walk(noted, seeds, routes, reads)
@@ -376,7 +377,7 @@ class RouteFinder:
                 changed.look()
                 self._called = reads.called
                 reads.places = {place.identity for place, _ in changed.places}
-                more = routes.unknown(changed.places, writes.written)
+                more = routes.unknown(changed.places, writes.written, changed.by_values())
         except CannotRepeatError:
             reads.tell_all = False
             return routes.base
@@ -551,7 +552,8 @@ class _Changed:
     """
 
     def __init__(self, around: Surroundings) -> None:
-        self._around, self._calls = around, 0
+        self._around, self._calls, self._is_read = around, 0, False
+        self._by_values = set[Hashable]()
         self.places: list[tuple[Place, int]] = []
 
     def look(self) -> None:
@@ -561,5 +563,19 @@ class _Changed:
 
     def now(self) -> list[tuple[Place, int]]:
         """All that is changed up to now."""
-        self.places += [(place, self._calls) for place in self._around.look()]
+        found = self._around.look()
+        self.places += [(place, self._calls) for place in found]
+        self._by_values.update({place.identity for place in found if self._is_read})
         return self.places
+
+    def value_read(self) -> None:
+        """A value of units is read."""
+        self.now()
+        self._is_read = True
+
+    def by_values(self) -> set[Hashable]:
+        """Places, by identity, where something stands now that may depend on what units give."""
+        tensors = {
+            place.identity for place, _ in self.places if any(map(is_placeholder, tensors_held(place.get())))
+        }
+        return self._by_values | tensors
