@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader
 from lightning_pipeline import _lightning
 from lightning_pipeline._lightning import progress_of
 from lightning_pipeline.data import holders_of, inner
-from lightning_pipeline.model.places import MISSING, ClassOwner, FileOwner, FoundOwner, Numbers, Owner
+from lightning_pipeline.model.places import (
+    MISSING,
+    ClassOwner,
+    FileOwner,
+    FoundOwner,
+    Numbers,
+    Owner,
+    owners_of,
+)
 from lightning_pipeline.model.tensors import Code, are_the_users, code_of, objects_below
 
 _OF_LIGHTNING = ("trainer", "_trainer", "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial")
@@ -109,7 +117,7 @@ def _below(held: Mapping[str, Any], label: str) -> Iterator[Owner]:
     """Plain objects of the user's among these, and below them."""
     kept = {name: value for name, value in held.items() if not isinstance(value, Trainer | Callback)}
     for path, one in objects_below([(f"{label}.", kept)]):
-        yield Owner(vars(one), f"{path}.")
+        yield from owners_of(one, f"{path}.")
 
 
 def _loaders(trainer: Trainer) -> Iterator[Owner]:

@@ -53,6 +53,7 @@ from lightning_pipeline.model.places.owners import (
     Place,
     Replayed,
     TensorOwner,
+    owners_of,
 )
 from lightning_pipeline.model.places.reach import Changes, Reach, give_values, has_values, values_of
 from lightning_pipeline.model.places.standing import (
@@ -110,6 +111,7 @@ __all__ = [
     "named_metrics",
     "others_refused",
     "outcome",
+    "owners_of",
     "put_by_place",
     "taken_by_all",
     "values_of",

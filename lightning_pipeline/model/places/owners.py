@@ -1,8 +1,9 @@
 """Where a step may leave something behind: attributes, entries of objects, flags, values of tensors."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -10,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import DisableTorchFunction
-from lightning_pipeline.model.tensors import is_array, storage_key
+from lightning_pipeline.model.tensors import (
+    arguments_of,
+    attributes_of,
+    in_slots,
+    is_array,
+    slots_of,
+    storage_key,
+)
 from lightning_pipeline.registry import named_parameters_of
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
@@ -90,6 +98,81 @@ class Owner:
     def keeps(self, key: Any) -> bool:
         """Whether it is put back after runs of a step that one device does not make."""
         return self.watches(key)
+
+
+class SlotsOwner(Owner):
+    """The attributes that an object keeps in slots.
+
+    Args:
+        thing: The object.
+        label: Begins the label of each.
+    """
+
+    def __init__(self, thing: object, label: str) -> None:
+        super().__init__({}, label)
+        self._thing = thing
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of the same object's."""
+        return id(self._thing)
+
+    def read(self) -> Mapping[Any, Any]:
+        """Those that are set."""
+        return in_slots(self._thing)
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one, or take it away; that of a frozen data class too."""
+        if value is not MISSING:
+            object.__setattr__(self._thing, key, value)
+        elif hasattr(self._thing, key):
+            object.__delattr__(self._thing, key)
+
+
+class ArgumentsOwner(Owner):
+    """What a `functools.partial` gives to its function.
+
+    Args:
+        made: It.
+        label: Begins the label of each.
+    """
+
+    def __init__(self, made: "partial[Any]", label: str) -> None:
+        super().__init__({}, label)
+        self._made = made
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of the same one's."""
+        return id(self._made)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All of them, by position or name."""
+        return arguments_of(self._made)
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one."""
+        every = {**arguments_of(self._made), key: value}
+        given = tuple(one for name, one in every.items() if isinstance(name, int))
+        named = {name: one for name, one in every.items() if not isinstance(name, int)}
+        made: Any = self._made
+        made.__setstate__((made.func, given, named, vars(made)))
+
+
+def owners_of(thing: object, label: str) -> Iterator[Owner]:
+    """Of the attributes of an object of the user's.
+
+    Args:
+        thing: The object.
+        label: Begins the label of each.
+    """
+    own = attributes_of(thing)
+    if own is not None:
+        yield Owner(own, label)
+    if slots_of(thing):
+        yield SlotsOwner(thing, label)
+    if isinstance(thing, partial):
+        yield ArgumentsOwner(thing, label)
 
 
 class Numbers(Owner):

@@ -31,7 +31,7 @@ from lightning_pipeline.model.tensors import (
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_DEEP, _FEW = 5, 100  # containers in containers, and items of one that is looked into
+_DEEP, _FEW = 8, 100  # containers in containers, and items of one that is looked into
 _LONG = 1000  # items of one of which no more is known than how many they are, such as a replay buffer
 Path = tuple[Any, ...]
 Stood = tuple[Path, Any]

@@ -25,6 +25,7 @@ from lightning_pipeline.model.places.owners import (
     Owner,
     Place,
     Replayed,
+    owners_of,
 )
 from lightning_pipeline.model.tensors import (
     HAVE_NOTHING_INSIDE,
@@ -42,7 +43,7 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, tuple, deque)
 _PLAIN_CONTAINERS = frozenset({list, dict, OrderedDict, set, deque})
 _HOLD_NOTHING = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
-_DEEP, _LONG, _FEW, _MOST = 5, 1000, 100, 20_000
+_DEEP, _LONG, _FEW, _MOST = 8, 1000, 100, 20_000
 _SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
 
 
@@ -165,7 +166,7 @@ def _owners(root: nn.Module) -> Iterator[Owner]:
         yield Owner(module._buffers, label)
         entries.append((label, {k: v for k, v in vars(module).items() if k not in _OF_ALL_MODULES}))
     for path, thing in objects_below(entries):
-        yield Owner(vars(thing), f"{path}.")
+        yield from owners_of(thing, f"{path}.")
 
 
 def _containers(value: Any, *, arrays: bool = True) -> Iterator[tuple[Any, list[Any]]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_pipeline.model.tensors import dict_like
 
 
-def own_containers(value: Any, known: Set[int] = frozenset(), depth: int = 4) -> Any:
+def own_containers(value: Any, known: Set[int] = frozenset(), depth: int = 8) -> Any:
     """The same with lists, deques, dictionaries and sets of its own; tensors without their graph.
 
     Args:

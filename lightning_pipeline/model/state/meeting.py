@@ -547,7 +547,7 @@ def _with_value(own: Any, whole: Any) -> Any:
     return _WithValue.apply(own, whole)  # type: ignore[no-untyped-call]
 
 
-def _filled(value: Any, told: Mapping[int, Tensor], depth: int = 5) -> Any:
+def _filled(value: Any, told: Mapping[int, Tensor], depth: int = 8) -> Any:
     """The same with other tensors in the place of some, by their `id`; containers stay the same ones."""
     if isinstance(value, Tensor):
         return told.get(id(value), value)

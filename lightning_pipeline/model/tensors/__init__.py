@@ -5,14 +5,17 @@ from lightning_pipeline.model.tensors.code import Code, closed_over, code_of, is
 from lightning_pipeline.model.tensors.containers import (
     HAVE_NOTHING_INSIDE,
     are_the_users,
+    arguments_of,
     attributes_of,
     contents_of,
     dict_like,
     filled_by,
+    in_slots,
     is_array,
     items_of,
     objects_below,
     refill,
+    slots_of,
 )
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
@@ -128,6 +131,7 @@ __all__ = [
     "alias",
     "are_the_users",
     "are_unlike",
+    "arguments_of",
     "attributes_of",
     "by_shape_alone",
     "chosen_by",
@@ -147,6 +151,7 @@ __all__ = [
     "forget_placeholders",
     "has_class_weights",
     "holds_tensor",
+    "in_slots",
     "is_array",
     "is_changed",
     "is_installed",
@@ -172,6 +177,7 @@ __all__ = [
     "selective_checkpoints",
     "set_values",
     "sizes_between",
+    "slots_of",
     "standing_tensors",
     "stepping_aside",
     "storage_bytes",

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.tensors.containers import contents_of, filled_by, is_array, items_of, refill
+from lightning_pipeline.model.tensors.containers import (
+    attributes_of,
+    contents_of,
+    filled_by,
+    is_array,
+    items_of,
+    refill,
+)
 from lightning_pipeline.model.tensors.operations import (
     is_placeholder,
     move_back,
@@ -103,7 +110,7 @@ def _copied(container: Any) -> Any:
     return container.copy() if isinstance(container, dict | set) else None
 
 
-def _containers(level: Iterable[Any], depth: int = 5, anything: bool = False) -> list[tuple[Any, Any]]:
+def _containers(level: Iterable[Any], depth: int = 8, anything: bool = False) -> list[tuple[Any, Any]]:
     """Every container below, and a shallow copy of it. `anything`: in objects of any class.
 
     Level by level, so that what several modules have is looked into from where the most of it is seen.
@@ -127,8 +134,10 @@ def _containers(level: Iterable[Any], depth: int = 5, anything: bool = False) ->
             seen.add(id(held))
             if not isinstance(held, tuple):
                 found.append((held, contents_of(held)))
+            if held is value and (own := attributes_of(value)):  # of a class of the user's
+                found.append((own, dict(own)))
             if 0 < len(held) <= 1000:
-                below.extend(dict.values(held) if isinstance(held, dict) else held)
+                below.extend(item for _, item in items_of(held))
         level = below
     return found
 
@@ -296,7 +305,7 @@ Looked = dict[tuple[int, int], tuple[Any, list[Tensor]]]
 
 
 def tensors_held(
-    value: Any, depth: int = 5, most: int | None = None, looked: Looked | None = None
+    value: Any, depth: int = 8, most: int | None = None, looked: Looked | None = None
 ) -> Iterator[Tensor]:
     """Every tensor in this value, in the containers and in the plain objects of it.
 

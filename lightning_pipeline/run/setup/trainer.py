@@ -14,7 +14,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline._torch import disable_current_modes
 from lightning_pipeline.data import loader_parts, set_state, state_of
 from lightning_pipeline.hooks import objects_beside
-from lightning_pipeline.model.places import MISSING, Kept, Numbers, Owner, Place, Surroundings
+from lightning_pipeline.model.places import MISSING, Kept, Numbers, Place, Surroundings, owners_of
 from lightning_pipeline.model.random import is_generator
 from lightning_pipeline.model.tensors import ModuleState, WritesUndone, objects_below
 from lightning_pipeline.ranks import Outlet
@@ -80,7 +80,7 @@ class LoaderHook:
     def __init__(self, trainer: Trainer) -> None:
         module = trainer.lightning_module
         held = {name: value for name, value in vars(module).items() if name not in _OF_THE_RUN}
-        below = [Owner(vars(one), f"{path}.") for path, one in objects_below([("", held)])]
+        below = [o for path, one in objects_below([("", held)]) for o in owners_of(one, f"{path}.")]
         beside = [owner for owner in objects_beside(trainer) if not isinstance(owner, Numbers)]
         around = [*below, *beside]
         self._around = Surroundings.of_attributes([("", module)], _OF_THE_RUN, around, arrays=False)
