@@ -83,8 +83,9 @@ def hold_passing(trainer: Trainer) -> Undo:
 
 
 def pass_validation(trainer: Trainer) -> None:
-    """Pass over a validation, whose loaders are iterated. Since 2.6."""
-    trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end()
+    """Pass over a validation, whose loaders are iterated; a run without one has none of these. Since 2.6."""
+    if trainer.enable_validation:
+        trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end()
 
 
 def ended_with_a_batch(trainer: Trainer) -> bool:

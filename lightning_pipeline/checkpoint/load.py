@@ -69,23 +69,26 @@ class Opened:
         finish: Compares, and puts it into use; every rank calls it. With the edited `state_dict`, or `None`,
             and what to fill, as a whole or a part after the other.
         target: What it was opened for.
+        optimizers: States of optimizers in a file, as one device has them; None in a folder.
     """
 
     meta: dict[str, Any]
     states: Callable[[], dict[str, Any]]
     finish: Callable[[Mapping[str, Any] | None, Target], None]
     target: Target
+    optimizers: Sequence[Mapping[str, Any]] | None = None
 
-    def apply(self, states: Mapping[str, Any] | None = None) -> None:
+    def apply(self, states: Mapping[str, Any] | None = None, target: Target | None = None) -> None:
         """Compare on all ranks, and put it into use.
 
         Args:
             states: The edited `state_dict`; default: as it is stored.
+            target: What to fill, where hooks have put other tensors there; default: what it was opened for.
 
         Raises:
             CheckpointError: On every rank, with nothing changed.
         """
-        self.finish(states, self.target)
+        self.finish(states, target or self.target)
 
     def apply_by(self, load: Callable[[], object], what: str, ranks: Ranks) -> None:
         """Let the user's code put the `state_dict` into use.

@@ -73,7 +73,7 @@ def open_file(
         )
         ranks.everyone_local(what, lambda: apply(staged, target))
 
-    return Opened(checkpoint, lambda: dict(states), finish, target)
+    return Opened(checkpoint, lambda: dict(states), finish, target, optimizer_states)
 
 
 def _told(optimizers: Sequence[Any], names: Mapping[int, str]) -> list[Any]:

@@ -4,7 +4,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.checkpoint.background import Background
 from lightning_pipeline.checkpoint.contents import (
+    Shown,
     added_to,
     as_bytes,
     as_read,
@@ -29,10 +30,12 @@ from lightning_pipeline.checkpoint.contents import (
     held_here,
     joined,
     kept_by_optimizers,
+    put_edits,
     refuse_losses,
     replaced_in,
     schedulers_for,
     set_apart,
+    shown_states,
     tensor_digests,
     with_edits,
     with_objects,
@@ -155,6 +158,7 @@ class Checkpoints:
         self._opened: Opened | None = None
         self._with_optimizers: tuple[Opened | None, Any] = None, None
         self._schedulers_read: list[dict[str, bytes]] = []
+        self._optimizers_read: list[Shown] = []
 
     @property
     def ranks(self) -> Ranks:
@@ -367,7 +371,10 @@ class Checkpoints:
             if meta.get("lr_schedulers") and saved:
                 meta["lr_schedulers"] = saved[-1]["lr_schedulers"] or []
                 self._schedulers_read = as_read(meta["lr_schedulers"])
-            meta["optimizer_states"] = [{} for _ in saved[-1]["groups"]] if saved else [{}]
+        given = _given_of_optimizers(found, own.get("ranks"))
+        self._optimizers_read = [Shown.of(one) for one in given]
+        if training or given:
+            meta["optimizer_states"] = given or [{}]
         replicas = own.get("replicas") or [None]
         return meta, replicas[self._replica % len(replicas)]
 
@@ -390,12 +397,14 @@ class Checkpoints:
             return _rest(self._ranks.everyone_local(what, lambda: read(trust=trust)))
 
     def apply(
-        self, states: Mapping[str, Any] | None, load: Callable[[Mapping[str, Any]], object] | None = None
-    ) -> None:
+        self, states: Mapping[str, Any] | None, held: Holdings,
+        load: Callable[[Mapping[str, Any]], object] | None = None,
+    ) -> None:  # fmt: skip
         """Put what `load` opened into use, where that was left for later.
 
         Args:
             states: The `state_dict` that `load` gave, as the user left it.
+            held: What to fill, as hooks have left it since.
             load: The user's code, where that puts it into use.
 
         Raises:
@@ -405,7 +414,11 @@ class Checkpoints:
         if opened is not None and load is not None:
             opened.apply_by(partial(load, states or {}), "loading the weights of a checkpoint", self._ranks)
         elif opened is not None:
-            opened.apply(states or {})
+            now = replace(
+                opened.target, tensors=held.tensors, names=held.names, extra=held.extra,
+                load_extra=held.load_extra,
+            )  # fmt: skip
+            opened.apply(states or {}, now)
 
     def apply_optimizers(self, restored: dict[str, Any], held: Holdings) -> None:
         """Fill the optimizers, as hooks have left them since the weights were loaded.
@@ -425,6 +438,7 @@ class Checkpoints:
         optimizers = [bare(optimizer) for optimizer in held.optimizers]
         if restored.get("optimizer_states"):
             opened.apply_optimizers(optimizers, held.names)
+            put_edits(optimizers, restored["optimizer_states"], self._optimizers_read)
         if restored.get("lr_schedulers") and saved:
             rebuilt = schedulers_for(saved, _all_groups(held), held.schedulers)
             edited = restored["lr_schedulers"]
@@ -453,3 +467,12 @@ class Checkpoints:
 
 def _all_groups(held: Holdings) -> list[Any]:
     return [groups_of(bare(optimizer), held.names) for optimizer in held.optimizers]
+
+
+def _given_of_optimizers(found: Opened, saved: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """What a hook is given of the optimizers in a checkpoint."""
+    if found.optimizers is None:
+        return shown_states(saved[-1]["groups"]) if saved else []
+    return [
+        {**one, "param_groups": [dict(group) for group in one["param_groups"]]} for one in found.optimizers
+    ]

@@ -461,7 +461,7 @@ class CheckpointHooks(Running, PlainStrategy):
         module = self.lightning_module
         assert module is not None, "a run has a module"
         load = partial(module.load_state_dict, strict=strict) if is_loaded_by_code(module) else None
-        self._running.checkpoints.apply(checkpoint.get("state_dict"), load)
+        self._running.checkpoints.apply(checkpoint.get("state_dict"), self._held(whole=True), load)
 
     @pipelined
     @override

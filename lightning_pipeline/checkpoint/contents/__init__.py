@@ -39,6 +39,7 @@ from lightning_pipeline.checkpoint.contents.groups import groups_of_file, whole_
 from lightning_pipeline.checkpoint.contents.lost import kept_by_optimizers, refuse_losses
 from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
 from lightning_pipeline.checkpoint.contents.objects import pickled, read_meta, set_apart, with_objects
+from lightning_pipeline.checkpoint.contents.optimizer_edits import Shown, put_edits, shown_states
 from lightning_pipeline.checkpoint.contents.optimizers import (
     bare,
     fill,
@@ -59,6 +60,7 @@ from lightning_pipeline.checkpoint.contents.schedulers import as_read, scheduler
 __all__ = [
     "Misfits",
     "Owns",
+    "Shown",
     "StateEntries",
     "added_to",
     "as_bytes",
@@ -89,12 +91,14 @@ __all__ = [
     "on_host",
     "owned_by",
     "pickled",
+    "put_edits",
     "read_meta",
     "refuse_losses",
     "replaced_in",
     "schedulers_for",
     "set_apart",
     "shapes_of",
+    "shown_states",
     "tensor_digests",
     "to_numbered",
     "whole_groups",

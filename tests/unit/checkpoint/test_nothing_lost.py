@@ -114,7 +114,7 @@ def test_what_the_user_edits_of_schedulers_stays_where_a_hook_adds_a_group(
         tmp_path / "a.ckpt", holdings(module, later), strict=True, training=True, edited=True
     )
     restored["lr_schedulers"][0].update(edits)  # in on_load_checkpoint
-    loading.apply(restored["state_dict"])
+    loading.apply(restored["state_dict"], holdings(module, later))
     restored["optimizer_states"] = [{}]
     later.add_param_group({"params": list(module[1].parameters())})  # in on_fit_start
     loading.apply_optimizers(restored, holdings(module, later))
