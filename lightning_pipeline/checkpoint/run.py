@@ -26,6 +26,7 @@ from lightning_pipeline.checkpoint.contents import (
     contested,
     different,
     entries_of,
+    given_states,
     groups_of,
     held_here,
     joined,
@@ -473,6 +474,4 @@ def _given_of_optimizers(found: Opened, saved: Sequence[Mapping[str, Any]] | Non
     """What a hook is given of the optimizers in a checkpoint."""
     if found.optimizers is None:
         return shown_states(saved[-1]["groups"]) if saved else []
-    return [
-        {**one, "param_groups": [dict(group) for group in one["param_groups"]]} for one in found.optimizers
-    ]
+    return given_states(found.optimizers)

@@ -39,7 +39,12 @@ from lightning_pipeline.checkpoint.contents.groups import groups_of_file, whole_
 from lightning_pipeline.checkpoint.contents.lost import kept_by_optimizers, refuse_losses
 from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
 from lightning_pipeline.checkpoint.contents.objects import pickled, read_meta, set_apart, with_objects
-from lightning_pipeline.checkpoint.contents.optimizer_edits import Shown, put_edits, shown_states
+from lightning_pipeline.checkpoint.contents.optimizer_edits import (
+    Shown,
+    given_states,
+    put_edits,
+    shown_states,
+)
 from lightning_pipeline.checkpoint.contents.optimizers import (
     bare,
     fill,
@@ -77,6 +82,7 @@ __all__ = [
     "fill",
     "flat_state",
     "from_numbered",
+    "given_states",
     "group_options",
     "groups_of",
     "groups_of_file",

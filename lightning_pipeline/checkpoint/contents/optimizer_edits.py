@@ -25,6 +25,9 @@ class StateOfStages(dict[int, Any]):
     __getitem__ = __iter__ = __len__ = __contains__ = _refuse
     get = keys = values = items = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
+    def __reduce__(self) -> Any:
+        return StateOfStages, ()
+
     def __repr__(self) -> str:
         return "<the state of an optimizer, on its stages>"
 
@@ -33,25 +36,36 @@ class Shown(NamedTuple):
     """What a hook was given of an optimizer.
 
     Attributes:
-        state: The object.
-        items: What is in it, by `id`.
+        items: What was in the state, by `id`; None of that of stages.
         options: Of each group, as bytes.
     """
 
-    state: Any
-    items: dict[Any, int]
+    items: dict[Any, int] | None
     options: list[dict[str, bytes]]
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Shown":
         """Of what is about to be given."""
-        state = given["state"]
         options = [{key: pickle.dumps(value) for key, value in one.items()} for one in given["param_groups"]]
-        return cls(state, _items(state), options)
+        return cls(_items(given["state"]), options)
 
 
-def _items(state: Any) -> dict[Any, int]:
-    return {} if isinstance(state, StateOfStages) else {key: id(value) for key, value in state.items()}
+def _items(state: Mapping[Any, Any]) -> dict[Any, int] | None:
+    return None if isinstance(state, StateOfStages) else {key: id(value) for key, value in state.items()}
+
+
+def given_states(states: Sequence[Any]) -> list[dict[str, Any]]:
+    """The states of optimizers in a file of one device, for a hook; none where they are of another form.
+
+    Args:
+        states: As they are read.
+    """
+    if not all(isinstance(one, dict) and {"state", "param_groups"} <= one.keys() for one in states):
+        return []
+    return [
+        {**one, "state": dict(one["state"]), "param_groups": [dict(group) for group in one["param_groups"]]}
+        for one in states
+    ]
 
 
 def shown_states(groups: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -74,8 +88,8 @@ def put_edits(optimizers: Sequence[Optimizer], states: Sequence[Any], shown: Seq
         shown: What these were.
     """
     for optimizer, given, before in zip(optimizers, states, shown, strict=False):
-        groups, state = given.get("param_groups", []), given.get("state", before.state)
-        is_other = state is not before.state or _items(state) != before.items
+        groups, state = given.get("param_groups", []), given.get("state", StateOfStages())
+        is_other = not isinstance(state, StateOfStages) and _items(state) != before.items
         if is_other and groups and all("params" in group for group in groups):  # a whole `state_dict`
             optimizer.load_state_dict({**given, "state": state})
             continue
