@@ -1,6 +1,8 @@
 """Copies of weights that hooks keep beside the module: whole after a run, and those of one device in the next."""
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -23,6 +25,13 @@ class Store:
         self.kept: dict[str, Any] = {}
 
 
+@dataclass(slots=True)
+class Slotted:
+    """Likewise, in slots and a deque."""
+
+    kept: deque[Tensor] = field(default_factory=deque)
+
+
 class Data(pl.LightningDataModule):
     """What a project of several tasks has."""
 
@@ -30,7 +39,7 @@ class Data(pl.LightningDataModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = Store()
+        self.store, self.slotted = Store(), Slotted()
 
     def train_dataloader(self) -> Any:
         return loader()
@@ -75,6 +84,14 @@ class InAnObject(Anchored):
         self.trainer.datamodule.store.kept.update(weights)  # type: ignore[attr-defined]
 
 
+class InSlots(Anchored):
+    def kept(self) -> list[Tensor]:
+        return list(self.trainer.datamodule.slotted.kept)  # type: ignore[attr-defined]
+
+    def keep(self, weights: dict[str, Tensor]) -> None:
+        self.trainer.datamodule.slotted.kept = deque(weights.values())  # type: ignore[attr-defined]
+
+
 class InAGlobal(Anchored):
     def kept(self) -> list[Tensor]:
         return ANCHORS.get("old", [])
@@ -105,7 +122,7 @@ def fit_twice(kind: type[Anchored], pipeline: dict[str, Any] | None) -> Any:
     return (weights(module), logs), [one.clone() for one in module.kept()]
 
 
-@pytest.mark.parametrize("kind", [InData, InAnObject, InAGlobal, InTheClass])
+@pytest.mark.parametrize("kind", [InData, InAnObject, InSlots, InAGlobal, InTheClass])
 def test_the_next_fit_stays_near_to_what_the_one_before_kept(ranks: Ranks, kind: type[Anchored]) -> None:
     expected, kept = fit_twice(kind, None)
     assert len(kept) > 3

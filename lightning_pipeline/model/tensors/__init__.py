@@ -4,6 +4,7 @@ from lightning_pipeline.model.tensors.cache import PlaceholderCache, result_dtyp
 from lightning_pipeline.model.tensors.code import Code, closed_over, code_of, is_installed
 from lightning_pipeline.model.tensors.containers import (
     HAVE_NOTHING_INSIDE,
+    Slots,
     are_the_users,
     arguments_of,
     attributes_of,
@@ -118,6 +119,7 @@ __all__ = [
     "PlaceholderMode",
     "SavedCount",
     "SharedMemory",
+    "Slots",
     "StandIns",
     "Structure",
     "Tag",

@@ -4,6 +4,7 @@ A copy made during a run holds this stage's values and placeholders. What stands
 is on another rank under the same path, for hooks do the same on all of them.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import setitem
@@ -14,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_pipeline.model.places import Guard, Owner
-from lightning_pipeline.model.tensors import attributes_of, is_placeholder, items_of
+from lightning_pipeline.model.tensors import Slots, filled_by, is_placeholder, items_of
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _LONG = 10_000  # items of a container that is looked into, such as no dataset
@@ -90,13 +91,15 @@ def _held(path: str, value: Any, put: Callable[[Any], None], seen: set[int]) -> 
         for key, item in enumerate(value):
             yield from _held(f"{path}.{key}", item, partial(_put_into, items, put, key), seen)
     elif not isinstance(value, Guard) and id(value) not in seen:
-        inner = value if isinstance(value, dict | list) else attributes_of(value)
-        if inner is not None and len(inner) <= _LONG:
+        inner = filled_by(value)
+        if inner is not None and not isinstance(inner, tuple | set) and len(inner) <= _LONG:
             seen.add(id(value))
             yield from _below(path, inner, seen)
 
 
-def _below(path: str, holder: dict[Any, Any] | list[Any], seen: set[int]) -> Iterator[_Held]:
+def _below(
+    path: str, holder: dict[Any, Any] | list[Any] | deque[Any] | Slots, seen: set[int]
+) -> Iterator[_Held]:
     for key, value in list(items_of(holder)):
         yield from _held(f"{path}.{key}", value, partial(setitem, holder, key), seen)
 
